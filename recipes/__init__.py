@@ -1,0 +1,1 @@
+"""The recipe files, installed as ``verl_fapo.recipes``."""

@@ -1,0 +1,1 @@
+"""Settings of a device, one file each."""

@@ -1,0 +1,221 @@
+"""Everything about a config that can be known to be wrong before Ray starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from verl_fapo.errors import DataError, ModelError, SettingsError
+from verl_fapo.settings import FAPOSettings, read_settings
+
+SUPPORTED_VERL = "0.9."
+TRAINER_MODES = ("fapo_sync", "fapo_colocate_async", "fapo_separate_async")
+LEGACY_KEYS = {
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.model.path": "fapo.judge.model",
+    "reward_model.rollout": "reward.reward_model.rollout",
+    "reward_model": "fapo.genrm",
+    "custom_reward_function": "reward.custom_reward_function",
+    "sandbox_fusion": "reward.sandbox_fusion",
+}
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+ROWS_LOOKED_AT = 1000
+
+
+def check_config(config: DictConfig) -> FAPOSettings:
+    """Check a composed veRL config with a FAPO recipe in it.
+
+    Raises:
+        UsageError: what is wrong, in one line with the key, the value and the way out.
+    """
+    check_verl_version(importlib.metadata.version("verl"))
+    check_legacy_keys(config)
+    check_trainer(config)
+    check_reward(config)
+    settings = read_settings(config)
+    check_devices(config, settings)
+    check_model(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
+    if settings.genrm.placement == "standalone":
+        check_model(settings.judge.model, "fapo.judge.model")
+    for path in _paths(config.data.train_files):
+        check_data(path, "data.train_files", config.data)
+        check_splits(path, settings.judge.splits)
+    for path in _paths(config.data.val_files):
+        check_data(path, "data.val_files", config.data)
+    return settings
+
+
+def check_verl_version(version: str) -> None:
+    if not version.startswith(SUPPORTED_VERL):
+        raise SettingsError(f"veRL {version} is installed, expected {SUPPORTED_VERL}*; pip install 'verl>=0.9,<0.10'")
+
+
+def check_legacy_keys(config: DictConfig) -> None:
+    """Old names, which veRL's ``main_ppo`` accepts and ignores."""
+    for key, value in _leaves(config, {name.partition(".")[0] for name in LEGACY_KEYS}):
+        if value is not None:
+            old = next(name for name in LEGACY_KEYS if key == name or key.startswith(name + "."))
+            new = LEGACY_KEYS[old] + key.removeprefix(old)
+            raise SettingsError(f"{key}={value!r}: veRL ignores this old name; the setting is {new}")
+
+
+def check_trainer(config: DictConfig) -> None:
+    if not config.trainer.use_v1:
+        raise SettingsError("trainer.use_v1=False: FAPO runs on veRL's V1 trainer; leave it True")
+    mode = config.trainer.v1.trainer_mode
+    if mode not in TRAINER_MODES:
+        twin = f"fapo_{mode}" if f"fapo_{mode}" in TRAINER_MODES else " or ".join(TRAINER_MODES)
+        raise SettingsError(f"trainer.v1.trainer_mode={mode!r} trains without FAPO; set trainer.v1.trainer_mode={twin}")
+
+
+def check_reward(config: DictConfig) -> None:
+    if (name := config.reward.reward_manager.name) != "fapo" or config.reward.reward_manager.source != "register":
+        raise SettingsError(
+            f"reward.reward_manager is {name!r} (source {config.reward.reward_manager.source!r}), expected 'fapo' "
+            "(source 'register'); remove the override"
+        )
+    if config.reward.reward_model.enable:
+        raise SettingsError(
+            "reward.reward_model.enable=True: veRL would bypass the reward manager; name the judge in fapo.judge.model"
+        )
+    if (path := config.reward.custom_reward_function.path) is not None:
+        raise SettingsError(
+            f"reward.custom_reward_function.path={path!r}: FAPO verifies the boxed answer itself; remove the override"
+        )
+
+
+def check_devices(config: DictConfig, settings: FAPOSettings) -> None:
+    """Compare what the pools take with what a Ray started by this command will have."""
+    if OmegaConf.select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS"):
+        return
+    devices = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
+    if devices is None:
+        if not torch.cuda.is_available():
+            return
+        devices = torch.cuda.device_count()
+    parts = {"trainer": config.trainer.nnodes * config.trainer.n_gpus_per_node, "GenRM": settings.genrm.num_devices}
+    if config.trainer.v1.trainer_mode == "fapo_separate_async":
+        rollout = config.actor_rollout_ref.rollout
+        parts["rollout"] = rollout.nnodes * rollout.n_gpus_per_node
+    needed = sum(parts.values())
+    if needed > devices:
+        shares = " + ".join(f"{name} {count}" for name, count in parts.items())
+        raise SettingsError(
+            f"{needed} devices are needed ({shares}) but Ray will have {devices:g}; use fewer in "
+            "trainer.n_gpus_per_node or fapo.genrm.replicas, or on a CPU set "
+            f"ray_kwargs.ray_init.num_gpus={needed}"
+        )
+
+
+def check_model(path: str, key: str) -> None:
+    """A folder must hold a config, weights, and a tokenizer with a chat template; a hub name must be reachable."""
+    if "://" in path:
+        return
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        _check_model_folder(folder, key)
+    elif not HUB_NAME.fullmatch(path) or folder.parent.is_dir():
+        raise ModelError(f"{key}={path!r}: no such folder; name a checkpoint in Hugging Face format")
+    elif constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(path, "config.json"), str):
+        raise ModelError(f"{key}={path!r}: not in the hub cache, and HF_HUB_OFFLINE is set; download it or unset that")
+
+
+def _check_model_folder(folder: Path, key: str) -> None:
+    needed = {
+        "config.json": ["config.json"],
+        "weights (*.safetensors or *.bin)": ["*.safetensors", "*.bin"],
+        "a tokenizer (tokenizer.json, tokenizer.model or vocab.json)": [
+            "tokenizer.json",
+            "tokenizer.model",
+            "vocab.json",
+        ],
+    }
+    for what, patterns in needed.items():
+        if not any(True for pattern in patterns for _ in folder.glob(pattern)):
+            raise ModelError(f"{key}={str(folder)!r}: the folder lacks {what}; name a whole Hugging Face checkpoint")
+    if not (folder / "chat_template.jinja").exists() and not _read_json(folder / "tokenizer_config.json", key).get(
+        "chat_template"
+    ):
+        raise ModelError(
+            f"{key}={str(folder)!r}: the tokenizer has no chat template; put one into {folder}/chat_template.jinja"
+        )
+
+
+def _read_json(path: Path, key: str) -> Mapping[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as exc:
+        raise ModelError(f"{key}: {path} is no JSON ({exc}); copy the checkpoint again") from exc
+
+
+def check_data(path: str, key: str, data: DictConfig) -> None:
+    """A file must hold ``prompt``, ``data_source`` and ``reward_model.ground_truth``."""
+    if "://" in path:
+        return
+    if not Path(path).expanduser().exists():
+        raise DataError(f"{key}={path!r}: no such file")
+    if not path.endswith(".parquet"):
+        return
+    try:
+        schema = pyarrow.parquet.read_schema(Path(path).expanduser())
+    except (pyarrow.ArrowException, OSError) as exc:
+        raise DataError(f"{key}={path!r}: no readable parquet file ({exc})") from exc
+    for column in (data.prompt_key, data.reward_fn_key, "reward_model"):
+        if column not in schema.names:
+            raise DataError(f"{key}={path!r}: no column {column!r}; the file has {', '.join(schema.names)}")
+    if not _has_field(schema.field("reward_model").type, "ground_truth"):
+        raise DataError(f"{key}={path!r}: column 'reward_model' has no field 'ground_truth', the reference answer")
+
+
+def check_splits(path: str, splits: tuple[str, ...]) -> None:
+    """A training file none of whose rows would be judged is a mistake, and one that shows nowhere else."""
+    found = read_splits(path)
+    if found and not found & {*splits, None, ""}:
+        raise DataError(
+            f"data.train_files={path!r}: its rows have extra_info.split {sorted(found)}, but only "
+            f"{list(splits)} is judged; set fapo.judge.splits=[{','.join(sorted(found))}]"
+        )
+
+
+def read_splits(path: str) -> set[str | None]:
+    """Values of ``extra_info.split`` in the first rows of a parquet file; empty where there is no such column."""
+    file = Path(path).expanduser()
+    if not path.endswith(".parquet"):
+        return set()
+    schema = pyarrow.parquet.read_schema(file)
+    if "extra_info" not in schema.names or not _has_field(schema.field("extra_info").type, "split"):
+        return set()
+    with pyarrow.parquet.ParquetFile(file) as parquet:
+        rows = next(parquet.iter_batches(ROWS_LOOKED_AT, columns=["extra_info"]), None)
+    return {(row or {}).get("split") for row in rows["extra_info"].to_pylist()} if rows else set()
+
+
+def _has_field(kind: pyarrow.DataType, name: str) -> bool:
+    return pyarrow.types.is_struct(kind) and kind.get_field_index(name) >= 0
+
+
+def _paths(files: str | ListConfig | None) -> list[str]:
+    if files is None:
+        return []
+    return [files] if isinstance(files, str) else list(files)
+
+
+def _leaves(config: Any, roots: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in sorted(roots & set(config)) if not prefix else config:
+        value = config[name]
+        if isinstance(value, DictConfig):
+            yield from _leaves(value, roots, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

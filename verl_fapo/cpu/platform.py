@@ -1,0 +1,134 @@
+"""The CPU as one of veRL's platforms, and the switches that go with it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+import wrapt
+from hydra.experimental.callback import Callback
+from verl.plugin.platform import platform_manager
+from verl.plugin.platform.platform_base import PlatformBase
+
+from verl_fapo.cpu import vllm_name
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand-in for an operation that has no meaning on a CPU."""
+
+
+class _CPUModule(ModuleType):
+    """``torch.cpu`` plus what veRL asks of a device module; memory is the host's, in bytes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    empty_cache = ipc_collect = reset_peak_memory_stats = set_per_process_memory_fraction = staticmethod(_nothing)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    get_rng_state = staticmethod(torch.get_rng_state)
+    set_rng_state = staticmethod(torch.set_rng_state)
+
+    @staticmethod
+    def memory_allocated(device: Any = None) -> int:
+        return psutil.Process().memory_info().rss
+
+    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
+
+    @staticmethod
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    @staticmethod
+    def get_device_name(device: Any = None) -> str:
+        return "cpu"
+
+    @staticmethod
+    def get_device_properties(device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(name="cpu", total_memory=psutil.virtual_memory().total)
+
+
+class PlatformCPU(PlatformBase):
+    """A logical device of Ray's resource ``GPU`` that computes on the host."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _CPUModule("verl_fapo.cpu.device")
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        # Never found by guessing: a GPU cluster's head node may have no GPU.
+        return False
+
+    def current_device(self) -> torch.device:
+        # veRL writes `.to(get_device_id())`; an index would mean an accelerator.
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
+
+    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+def activate() -> None:
+    """Make the CPU veRL's platform in this process; may be called again."""
+    platform_manager.PlatformRegistry.register("cpu")(PlatformCPU)
+    if not isinstance(platform_manager._current_platform, PlatformCPU):
+        # The driver imported veRL, and so chose a platform, before its config existed.
+        platform_manager._current_platform = None
+        platform_manager.set_platform(PlatformCPU())
+    vllm_name.install()
+    wrapt.when_imported("verl.utils.distributed")(_use_gloo)
+
+
+def activate_if_chosen() -> None:
+    """Activate where the CPU recipe was chosen: in its workers, by the variable that it sets."""
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+        activate()
+
+
+def _use_gloo(distributed: ModuleType) -> None:
+    # veRL would ask for "cpu:gloo,cpu:gloo", which torch refuses.
+    function = distributed.initialize_global_process_group_ray
+    if not isinstance(function, functools.partial):
+        distributed.initialize_global_process_group_ray = functools.partial(function, backend="gloo")
+
+
+class CPUCallback(Callback):
+    """Hydra callback of ``recipes/device/cpu.yaml``: activates the platform in the driver."""
+
+    def on_job_start(self, config: Any, **kwargs: Any) -> None:
+        activate()

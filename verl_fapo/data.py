@@ -1,0 +1,97 @@
+"""Rows of problems, as veRL and the manager ``fapo`` read them, and where they come from.
+
+A row::
+
+    {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "..."}], "ability": "math",
+     "reward_model": {"style": "rule", "ground_truth": "72"},
+     "extra_info": {"split": "train", "index": 0, "question": "Natalia sold clips to 48 of her friends ..."}}
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+INSTRUCTION = "Reason step by step, one step a paragraph, and put the final answer in \\boxed{}."
+
+
+def problem_row(
+    question: str,
+    ground_truth: str,
+    *,
+    data_source: str,
+    split: str,
+    index: int,
+    examples: Iterable[tuple[str, str]] = (),
+) -> dict[str, Any]:
+    """One row. ``examples`` are questions and solutions shown to the policy before its own, and not to the judge."""
+    messages = []
+    for example, solution in examples:
+        messages += [_message("user", _task(example)), _message("assistant", solution)]
+    return {
+        "data_source": data_source,
+        "prompt": [*messages, _message("user", _task(question))],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index, "question": question},
+    }
+
+
+def gsm8k_rows(path: Path, *, split: str, limit: int | None = None) -> Iterator[dict[str, Any]]:
+    """Rows of GSM8K (arXiv:2110.14168), in the form of openai/grade-school-math.
+
+    A line there: ``{"question": "Natalia sold ...", "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips ...\\n#### 72"}``.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        for index, line in enumerate(file):
+            if index == limit:
+                return
+            item = json.loads(line)
+            answer = item["answer"].rpartition("####")[2].strip().replace(",", "")
+            yield problem_row(item["question"], answer, data_source="gsm8k", split=split, index=index)
+
+
+def word_problem_rows(num: int, *, seed: int, split: str, num_examples: int = 2) -> Iterator[dict[str, Any]]:
+    """Rows of word problems from reasoning-gym's ``gsm_symbolic``, after examples of the same kind."""
+    import reasoning_gym
+
+    examples = _shortest_solutions(reasoning_gym.create_dataset("gsm_symbolic", size=100, seed=0), num_examples)
+    problems = reasoning_gym.create_dataset("gsm_symbolic", size=num, seed=seed)
+    for index in range(num):
+        item = problems[index]
+        yield problem_row(
+            item["question"], item["answer"], data_source="gsm_symbolic", split=split, index=index, examples=examples
+        )
+
+
+def _shortest_solutions(problems: Any, num: int) -> list[tuple[str, str]]:
+    """Questions with their worked solutions, a line a paragraph; short ones leave the policy more of its context."""
+    solved = []
+    for item in (problems[i] for i in range(len(problems))):
+        steps = item["metadata"]["answer_cot"].partition("####")[0].splitlines()
+        steps = [*(step.strip() for step in steps if step.strip()), f"\\boxed{{{item['answer']}}}"]
+        solved.append((item["question"], "\n\n".join(steps)))
+    return sorted(solved, key=lambda pair: sum(map(len, pair)))[:num]
+
+
+def write_parquet(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """Write rows, whole or not at all."""
+    temporary = path.with_name(path.name + ".new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary)
+    temporary.replace(path)
+
+
+def _task(question: str) -> str:
+    return f"{question}\n\n{INSTRUCTION}"
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

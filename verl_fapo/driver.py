@@ -1,0 +1,69 @@
+"""What happens in the process of the command: checks before Ray starts, and the run folder's beginning and end."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_fapo.checks import check_config
+from verl_fapo.errors import UsageError
+from verl_fapo.run_folder import RunFolder
+
+
+class FAPOCallback(Callback):
+    """Hydra callback of the FAPO recipes."""
+
+    def __init__(self) -> None:
+        self._run: RunFolder | None = None
+        self._started_at = psutil.Process().create_time()
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Check the config and open the run folder; ends the command with exit code 2 if something is wrong."""
+        try:
+            settings = check_config(config)
+            run = RunFolder(settings.run_dir)
+            run.open(_plain_yaml(config), resumed=resumes(config))
+        except (UsageError, OSError) as exc:
+            # An ordinary exception would only be a warning to Hydra.
+            print(f"verl_fapo: {exc}", file=sys.stderr)
+            raise SystemExit(2) from exc
+        print(f"verl_fapo: FAPO is active, penalty {settings.penalty:g}; run folder {run.root}", file=sys.stderr)
+        self._run = run
+        # Also reached by Ctrl-C and SIGTERM, which Hydra does not tell its callbacks of.
+        atexit.register(self._finish, "interrupted")
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Close the run folder."""
+        self._finish("completed" if job_return.status is JobStatus.COMPLETED else "failed")
+
+    def _finish(self, status: str) -> None:
+        if self._run is None:
+            return
+        run, self._run = self._run, None
+        ray.shutdown()
+        summary = run.finish(started_at=self._started_at, status=status)
+        print(f"verl_fapo: {status} after {summary['steps']} steps; run folder {run.root}", file=sys.stderr)
+        if summary["failure"]:
+            print(f"verl_fapo: {summary['failure']}", file=sys.stderr)
+
+
+def resumes(config: DictConfig) -> bool:
+    """Whether veRL will go on from a checkpoint."""
+    if config.trainer.resume_mode == "auto":
+        return (Path(config.trainer.default_local_dir) / "latest_checkpointed_iteration.txt").exists()
+    return config.trainer.resume_mode == "resume_path"
+
+
+def _plain_yaml(config: DictConfig) -> str:
+    config = config.copy()
+    with open_dict(config):
+        config.pop("hydra", None)
+    return OmegaConf.to_yaml(config)

@@ -1,0 +1,1 @@
+"""Reward managers, one file each, registered under the file's name."""

@@ -1,0 +1,158 @@
+"""The reward manager ``fapo``: rule verdict, judge, FAPO reward, for one rollout at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from verl import DataProto
+from verl.experimental.reward_loop.reward_manager import register
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+from verl_fapo.answers import Verification, verify
+from verl_fapo.critique import UnknownReason, Verdict
+from verl_fapo.judge import JudgeClient, Judgement
+from verl_fapo.rewards import fapo_reward
+from verl_fapo.run_folder import RolloutLog
+from verl_fapo.settings import read_settings
+
+logger = logging.getLogger(__name__)
+
+NOT_JUDGED = Judgement(verdict=Verdict(index=-1), critique="", seconds=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """What the manager needs of one row of veRL's batch."""
+
+    id: str
+    """``uid_session``."""
+
+    step: int
+    """Training step that the rollout was generated for; 0 before the first."""
+
+    split: str
+    problem: str
+    solution: str
+    ground_truth: str
+
+
+@register("fapo")
+class FAPORewardManager(RewardManagerBase):
+    """Scores a rollout: +1 or -1 by its final answer, less the penalty if the judge finds right reasoning missing.
+
+    Right answers of the judged splits go to the judge as soon as they are generated, while other rollouts are
+    still under way. It never raises: veRL would drop the rollout's whole group and train on the rest.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        tokenizer: Any,
+        compute_score: Any = None,
+        reward_router_address: str | None = None,
+        reward_model_tokenizer: Any = None,
+    ) -> None:
+        super().__init__(config, tokenizer, compute_score)
+        self._settings = read_settings(config)
+        self._judge = JudgeClient(self._settings.judge, self._settings.genrm.endpoints)
+        self._log = RolloutLog(Path(self._settings.run_dir))
+
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        """Score the last sequence of ``data``.
+
+        Returns:
+            ``reward_score``, and ``reward_extra_info`` with the keys of :func:`extras`, all numbers, always the same.
+        """
+        try:
+            rollout = await asyncio.to_thread(read_rollout, data[-1:][0], self.tokenizer)
+            return await self._score(rollout)
+        except Exception:  # any row, tokenizer or disk may be broken; see the class
+            logger.exception("verl_fapo could not score a rollout")
+            judgement = Judgement(verdict=Verdict(reason=UnknownReason.ERROR), critique="", seconds=0.0)
+            return {"reward_score": -1.0, "reward_extra_info": extras(False, judged=True, judgement=judgement)}
+
+    async def _score(self, rollout: Rollout) -> dict[str, Any]:
+        verification = verify(rollout.solution, rollout.ground_truth)
+        judged = verification.correct and rollout.split in self._settings.judge.splits
+        judgement = NOT_JUDGED
+        if judged:
+            judgement = await self._judge.judge(
+                problem=rollout.problem, reference=rollout.ground_truth, solution=rollout.solution
+            )
+        reward = fapo_reward(
+            verification.correct,
+            judgement.verdict if judged else None,
+            penalty=self._settings.penalty,
+            on_unknown=self._settings.judge.on_unknown,
+        )
+        await asyncio.to_thread(self._log.write, record(rollout, verification, judged, judgement, reward))
+        return {
+            "reward_score": reward,
+            "reward_extra_info": extras(verification.correct, judged=judged, judgement=judgement),
+        }
+
+
+def read_rollout(item: Any, tokenizer: Any) -> Rollout:
+    """Read one row of veRL's batch (a ``DataProtoItem``)."""
+    row = item.non_tensor_batch
+    response_ids = item.batch["responses"]
+    length = item.batch["attention_mask"][-response_ids.shape[-1] :].sum()
+    extra_info = row.get("extra_info") or {}
+    return Rollout(
+        id=f"{row['uid']}_{row.get('session_id', 0)}",
+        step=int(row.get("global_steps", 0)),
+        split=str(extra_info.get("split") or "train"),
+        problem=_problem(row, extra_info),
+        solution=tokenizer.decode(response_ids[:length], skip_special_tokens=True),
+        ground_truth=str(row["reward_model"]["ground_truth"]),
+    )
+
+
+def _problem(row: Mapping[str, Any], extra_info: Mapping[str, Any]) -> str:
+    """The task as the judge sees it: ``extra_info.question``, or else the last message to the policy."""
+    question = extra_info.get("question")
+    if isinstance(question, str) and question:
+        return question
+    return str(list(row["raw_prompt"])[-1]["content"])
+
+
+def extras(correct: bool, *, judged: bool, judgement: Judgement) -> dict[str, float]:
+    """What goes along with the reward: the same keys and types for every rollout, as veRL needs them."""
+    kind = judgement.verdict.kind if judged else "not judged"
+    return {
+        "acc": float(correct),
+        "judged": float(judged),
+        "flawed": float(kind == "flawed"),
+        "unknown": float(kind == "unknown"),
+        "judge_seconds": judgement.seconds,
+    }
+
+
+def record(
+    rollout: Rollout, verification: Verification, judged: bool, judgement: Judgement, reward: float
+) -> dict[str, Any]:
+    """The rollout's line in the run folder."""
+    verdict = judgement.verdict
+    return {
+        "id": rollout.id,
+        "step": rollout.step,
+        "split": rollout.split,
+        "problem": rollout.problem,
+        "solution": rollout.solution,
+        "ground_truth": rollout.ground_truth,
+        "answer": verification.answer,
+        "correct": verification.correct,
+        "judged": judged,
+        "critique": judgement.critique,
+        "verdict": verdict.kind if judged else None,
+        "index": verdict.index if judged else None,
+        "reason": verdict.reason.value if verdict.reason else None,
+        "judge_seconds": round(judgement.seconds, 3),
+        "reward": reward,
+    }

@@ -1,0 +1,23 @@
+"""What verl_fapo registers, and when. veRL imports this module inside every ``import verl``.
+
+Nothing heavy is imported here: what needs veRL waits until veRL's own module is imported.
+"""
+
+from importlib import import_module
+
+from hydra.core.plugins import Plugins
+from wrapt import when_imported
+
+from verl_fapo.recipe_group import RecipeGroup
+
+# `+recipe=fapo` on any Hydra command
+Plugins.instance().register(RecipeGroup)
+
+# reward.reward_manager.name=fapo
+when_imported("verl.experimental.reward_loop.reward_manager")(lambda _: import_module("verl_fapo.managers.fapo"))
+
+# trainer.v1.trainer_mode=fapo_sync, fapo_colocate_async, fapo_separate_async
+when_imported("verl.trainer.ppo.v1")(lambda _: import_module("verl_fapo.trainer"))
+
+# VERL_PLATFORM=cpu, which +recipe/device=cpu sets
+when_imported("verl.plugin.platform")(lambda _: import_module("verl_fapo.cpu.platform").activate_if_chosen())

@@ -1,0 +1,192 @@
+"""The folder that a run writes itself into, readable at any moment and after any end.
+
+config.yaml      the composed config
+metrics.jsonl    a line a training step (step 0: the validation before it)
+parts/*.jsonl    a line a scored rollout, a file per reward worker; merged at the end into
+rollouts.jsonl   a line a scored rollout, without its texts, and
+critiques.jsonl  a line a judged rollout, with them
+failure.txt      why the run was stopped, where it was
+summary.json     the counts of the whole run
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+METRICS = "metrics.jsonl"
+PARTS = "parts"
+ROLLOUTS = "rollouts.jsonl"
+CRITIQUES = "critiques.jsonl"
+FAILURE = "failure.txt"
+SUMMARY = "summary.json"
+
+TEXTS = ("problem", "solution", "ground_truth", "critique")
+
+
+class RolloutLog:
+    """One reward worker's part of the record: a line a scored rollout."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / PARTS / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
+        self._file: TextIO | None = None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one rollout; ``id`` is ``uid_session``."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(_dump({**record, "time": time.time()}) + "\n")
+        self._file.flush()
+
+
+class RunFolder:
+    """Reads and writes the folder of one run."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).expanduser().absolute()
+
+    def open(self, config_yaml: str, *, resumed: bool) -> None:
+        """Make the folder ready. What an earlier run left is moved to ``earlier-N``, unless this run resumes it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        left = [entry for entry in self.root.iterdir() if not entry.name.startswith("earlier-")]
+        if left and not resumed:
+            number = sum(1 for _ in self.root.glob("earlier-*")) + 1
+            earlier = self.root / f"earlier-{number}"
+            earlier.mkdir()
+            for entry in left:
+                entry.rename(earlier / entry.name)
+        for name in (SUMMARY, FAILURE):
+            (self.root / name).unlink(missing_ok=True)
+        (self.root / "config.yaml").write_text(config_yaml, encoding="utf-8")
+
+    def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of a step; what is no number is left out."""
+        numbers = {key: number for key, value in metrics.items() if (number := _number(value)) is not None}
+        with (self.root / METRICS).open("a", encoding="utf-8") as file:
+            file.write(_dump({"step": step, **numbers}) + "\n")
+
+    def fail(self, cause: str) -> None:
+        """Note why the run ends."""
+        (self.root / FAILURE).write_text(cause + "\n", encoding="utf-8")
+
+    @property
+    def failure(self) -> str | None:
+        """What :meth:`fail` noted."""
+        path = self.root / FAILURE
+        return path.read_text(encoding="utf-8").strip() if path.exists() else None
+
+    def last_change(self) -> float:
+        """Time of the latest step or scored rollout, in seconds since the epoch; 0 before the first."""
+        paths = [self.root / METRICS, *(self.root / PARTS).glob("*.jsonl")]
+        return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The logged steps; a step that was repeated after a resume counts as its last line."""
+        return list({line["step"]: line for line in _read(self.root / METRICS)}.values())
+
+    def scored(self) -> Iterator[dict[str, Any]]:
+        """All scored rollouts, merged or not, each once, without their texts."""
+        seen = set()
+        for record in chain(_read(self.root / ROLLOUTS), self._parts()):
+            if record["id"] not in seen:
+                seen.add(record["id"])
+                yield {key: value for key, value in record.items() if key not in TEXTS}
+
+    def finish(self, *, started_at: float, status: str) -> dict[str, Any]:
+        """Merge the parts and write ``summary.json``; returns what is in it. May be called again.
+
+        Args:
+            started_at: when the command started, in seconds since the epoch.
+            status: ``completed``, ``failed`` or ``interrupted``.
+        """
+        self._merge()
+        summary = {"status": status, "failure": self.failure, **summarise(self.metrics(), self.scored(), started_at)}
+        _replace(self.root / SUMMARY, [json.dumps(summary, indent=2)])
+        return summary
+
+    def _parts(self) -> Iterator[dict[str, Any]]:
+        for path in sorted((self.root / PARTS).glob("*.jsonl")):
+            yield from _read(path)
+
+    def _merge(self) -> None:
+        # Each file is replaced whole and parts go last, so that a merge cut off anywhere can be done again.
+        judged = {line["id"]: None for line in _read(self.root / CRITIQUES)}
+        new = (record for record in self._parts() if record["judged"] and record["id"] not in judged)
+        _replace(self.root / CRITIQUES, map(_dump, chain(_read(self.root / CRITIQUES), new)))
+        _replace(self.root / ROLLOUTS, map(_dump, self.scored()))
+        for path in (self.root / PARTS).glob("*.jsonl"):
+            path.unlink()
+
+
+def summarise(metrics: list[dict[str, Any]], scored: Iterable[dict[str, Any]], started_at: float) -> dict[str, Any]:
+    """Counts over the lines of ``metrics.jsonl`` and ``rollouts.jsonl``.
+
+    Rows whose split is ``train`` are the training rollouts. The accuracies are those of all other rollouts at the
+    first and at the last step that has any: the validations before and after training.
+    """
+    counts = Counter(rollouts=0, correct=0, judged=0, flawed=0, unknown=0)
+    validations: dict[int, list[bool]] = {}
+    first_time = math.inf
+    for rollout in scored:
+        first_time = min(first_time, rollout["time"])
+        counts["judged"] += rollout["judged"]
+        counts["flawed"] += rollout["verdict"] == "flawed"
+        counts["unknown"] += rollout["verdict"] == "unknown"
+        if rollout["split"] == "train":
+            counts["rollouts"] += 1
+            counts["correct"] += rollout["correct"]
+        else:
+            validations.setdefault(rollout["step"], []).append(rollout["correct"])
+    accuracies = [sum(validations[step]) / len(validations[step]) for step in sorted(validations)]
+    return {
+        "steps": sum(line["step"] > 0 for line in metrics),
+        **counts,
+        "validation_rollouts": sum(map(len, validations.values())),
+        "accuracy_before": accuracies[0] if accuracies else None,
+        "accuracy_after": accuracies[-1] if len(accuracies) > 1 else None,
+        "seconds_total": round(time.time() - started_at, 1),
+        "seconds_to_first_rollout": round(first_time - started_at, 1) if counts.total() or validations else None,
+    }
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a JSON-lines file; none if it is not there. A last line that a crash cut off is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
+    temporary.replace(path)
+
+
+def _dump(record: Mapping[str, Any]) -> str:
+    # ensure_ascii: model text may hold lone surrogates, which UTF-8 can not.
+    return json.dumps(record, ensure_ascii=True, allow_nan=False)
+
+
+def _number(value: Any) -> float | int | None:
+    """A finite Python number of a metric's value, numpy's and torch's scalars included."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except (ValueError, RuntimeError):
+        return None
+    if isinstance(number, (bool, int)):
+        return int(number)
+    return number if isinstance(number, float) and math.isfinite(number) else None

@@ -1,0 +1,149 @@
+"""The ``fapo:`` block of a composed veRL config, as one checked, frozen tree."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from verl_fapo.errors import SettingsError
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class JudgeSettings(Settings):
+    model: str | None = None
+    """Checkpoint of the GenRM: a folder or a hub name. With ``placement: external``, the name the server gives it."""
+
+    template: Literal["paragraphs", "raw"] = "paragraphs"
+    """Prompt: the solution cut into indexed paragraphs, or as it is."""
+
+    temperature: float = Field(0.6, ge=0)
+    """Sampling temperature of a critique."""
+
+    top_p: float = Field(0.95, gt=0, le=1)
+    """Nucleus of a critique."""
+
+    max_tokens: int = Field(16384, gt=0)
+    """Longest critique, in tokens; one that is cut off there has no verdict."""
+
+    timeout_seconds: float = Field(600.0, gt=0)
+    """Longest time for one verdict, retries included."""
+
+    on_unknown: Literal["keep", "penalise"] = "keep"
+    """Reward of a right answer without a verdict: the rule's, or as if it were flawed."""
+
+    max_unknown_rate: float = Field(0.5, ge=0, le=1)
+    """Training stops when a larger share of judgements than this gives no verdict; 1 never stops."""
+
+    splits: tuple[str, ...] = ("train",)
+    """Values of a row's ``extra_info.split`` that are judged; a row without one counts as ``train``."""
+
+
+class GenRMSettings(Settings):
+    placement: Literal["standalone", "external"] = "standalone"
+    """Start replicas on devices of their own, or use servers that run already (``endpoints``)."""
+
+    engine: Literal["vllm", "sglang"] = "vllm"
+    """Inference engine of the replicas."""
+
+    replicas: int = Field(1, gt=0)
+    """Number of replicas."""
+
+    tensor_parallel: int = Field(1, gt=0)
+    """Devices of one replica."""
+
+    n_gpus_per_node: int = Field(8, gt=0)
+    """Devices of one node; a replica with more spans nodes."""
+
+    endpoints: tuple[str, ...] = ()
+    """Base URLs (``http://host:port``) of OpenAI-compatible servers, for ``placement: external``."""
+
+    start_seconds: float = Field(1800.0, gt=0)
+    """Longest time for all replicas to be ready."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices taken from the cluster."""
+        return self.replicas * self.tensor_parallel if self.placement == "standalone" else 0
+
+    @model_validator(mode="after")
+    def check_endpoints(self) -> GenRMSettings:
+        if self.placement == "external" and not self.endpoints:
+            raise ValueError("placement is 'external' but endpoints is empty; name the servers in endpoints")
+        if self.placement == "standalone" and self.endpoints:
+            raise ValueError(
+                f"endpoints is {list(self.endpoints)} but placement is 'standalone'; set placement to 'external'"
+            )
+        for endpoint in self.endpoints:
+            if not endpoint.startswith(("http://", "https://")):
+                raise ValueError(f"endpoints holds {endpoint!r}; write a base URL like http://host:8000")
+        return self
+
+
+class FAPOSettings(Settings):
+    penalty: float = Field(1.0, ge=0, le=2)
+    """Lambda: taken off the reward of a right answer with a flawed paragraph (arXiv:2510.22543). 0 only logs."""
+
+    run_dir: str = "fapo_run"
+    """Folder that the run writes itself into; on a cluster, one that every node sees."""
+
+    stall_seconds: float = Field(7200.0, gt=0)
+    """The run is stopped when no rollout is scored and no step ends for this long."""
+
+    judge: JudgeSettings = JudgeSettings()
+    genrm: GenRMSettings = GenRMSettings()
+
+    @model_validator(mode="after")
+    def check_model(self) -> FAPOSettings:
+        if not self.judge.model:
+            raise ValueError("judge.model is not set; name a GenRM checkpoint, e.g. fapo.judge.model=/models/genrm")
+        return self
+
+
+def read_settings(config: DictConfig) -> FAPOSettings:
+    """Read and check the ``fapo:`` block.
+
+    Raises:
+        SettingsError: the first thing that is wrong, in one line with the key, the value and the way out.
+    """
+    block = OmegaConf.select(config, "fapo")
+    if not isinstance(block, DictConfig):
+        raise SettingsError(f"fapo is {block!r}, expected settings; add +recipe=fapo to the command")
+    return parse_settings(OmegaConf.to_container(block, resolve=True))
+
+
+def parse_settings(block: Mapping[str, Any]) -> FAPOSettings:
+    """Like :func:`read_settings`, from plain values."""
+    try:
+        return FAPOSettings.model_validate(block)
+    except ValidationError as exc:
+        raise SettingsError(_explain(exc.errors()[0])) from exc
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    path = [str(part) for part in error["loc"]]
+    key = ".".join(["fapo", *path])
+    if error["type"] == "extra_forbidden":
+        known = [name for name in setting_names() if name.count(".") == key.count(".")]
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+        return f"{key}={error['input']!r}: unknown setting; {hint}"
+    if error["type"] == "value_error":
+        return f"{key}: {error['ctx']['error']}"
+    return f"{key}={error['input']!r}: {error['msg']}"
+
+
+def setting_names(model: type[BaseModel] = FAPOSettings, prefix: str = "fapo") -> list[str]:
+    """Dotted names of all settings, groups included."""
+    names = []
+    for name, field in model.model_fields.items():
+        names.append(f"{prefix}.{name}")
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names += setting_names(field.annotation, f"{prefix}.{name}")
+    return names

@@ -1,0 +1,122 @@
+"""veRL's three trainers with FAPO in them: the GenRM, the step's metrics, the run folder and the watchdog."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import transfer_queue as tq
+from omegaconf import DictConfig, open_dict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
+
+from verl_fapo.genrm import GenRMGroup
+from verl_fapo.metrics import JudgeHealth, step_metrics
+from verl_fapo.run_folder import RunFolder
+from verl_fapo.settings import read_settings
+from verl_fapo.watchdog import Watchdog
+
+
+class FAPOTrainer:
+    """What FAPO adds to a veRL trainer; comes before one of them in a class's bases."""
+
+    twin: ClassVar[str]
+    """Name of the veRL trainer underneath."""
+
+    def __init__(self, config: DictConfig) -> None:
+        settings = read_settings(config)
+        self.run_folder = RunFolder(settings.run_dir)
+        self.genrm = GenRMGroup(settings)
+        self.judge_health = JudgeHealth(settings.judge.max_unknown_rate)
+        self.watchdog = Watchdog(
+            self.run_folder, stall_seconds=settings.stall_seconds, servers=self._rollout_server_addresses
+        )
+        self._step_extras: list[dict[str, float]] = []
+        self._training = False
+        with open_dict(config):
+            # veRL branches on the literal names of its own modes.
+            config.trainer.v1.trainer_mode = self.twin
+            # The reward workers may run in another working directory.
+            config.fapo.run_dir = str(self.run_folder.root)
+        with self._failure_noted():
+            super().__init__(config)
+
+    def _setup(self) -> None:
+        self.watchdog.start()
+        with self._failure_noted():
+            self.genrm.start(self.config.reward.reward_model.rollout)
+            with open_dict(self.config):
+                # From here on the judge is an address, to the reward workers that the next line starts.
+                self.config.fapo.judge.model = self.genrm.model
+                self.config.fapo.genrm.placement = "external"
+                self.config.fapo.genrm.endpoints = list(self.genrm.endpoints)
+            super()._setup()
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        try:
+            with self._failure_noted():
+                super().fit(agent_loop_manager)
+        finally:
+            self.watchdog.stop()
+            self.genrm.stop()
+
+    def on_train_begin(self) -> None:
+        self._training = True
+        super().on_train_begin()
+
+    def _validate(self) -> dict[str, float]:
+        metrics = super()._validate()
+        if not self._training:
+            self.run_folder.log_metrics(self.global_steps, metrics)
+        return metrics
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        # Before the update: a step that a broken judge scored is not learned from.
+        extras = self._reward_extras(batch)
+        self._step_extras += extras
+        self.judge_health.check(extras)
+        return super()._compute_advantage(batch, metrics)
+
+    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, global_steps: int, epoch: int):
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        metrics.update(step_metrics(self._step_extras))
+        self._step_extras = []
+        self.run_folder.log_metrics(global_steps, metrics)
+
+    def _reward_extras(self, batch: KVBatchMeta) -> list[dict[str, float]]:
+        keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+        return [fields["reward_extra_info"] for fields in data["extra_fields"]]
+
+    def _rollout_server_addresses(self) -> list[str]:
+        return [address for manager in self._rollout_server_managers() for address in manager.server_addresses]
+
+    @contextlib.contextmanager
+    def _failure_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as exc:
+            self.run_folder.fail(f"{type(exc).__name__}: {exc}")
+            raise
+
+
+@register_trainer("fapo_sync")
+class FAPOTrainerSync(FAPOTrainer, PPOTrainerSync):
+    """Rollout, then update, on the same devices."""
+
+    twin = "sync"
+
+
+@register_trainer("fapo_colocate_async")
+class FAPOTrainerColocateAsync(FAPOTrainer, PPOTrainerColocateAsync):
+    """The same devices, with rollouts that may go on over an update."""
+
+    twin = "colocate_async"
+
+
+@register_trainer("fapo_separate_async")
+class FAPOTrainerSeparateAsync(FAPOTrainer, PPOTrainerSeparateAsync):
+    """Rollout and update on devices of their own."""
+
+    twin = "separate_async"

@@ -1,0 +1,85 @@
+"""Ends a run that would wait for ever: veRL polls on when a worker is dead."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from verl_fapo.errors import StalledError
+from verl_fapo.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 5.0
+FAILURES_UNTIL_DEAD = 3
+
+
+class Watchdog(threading.Thread):
+    """Looks after a run from a thread of the trainer's process, and kills that process when nothing else helps.
+
+    Args:
+        run: the folder whose progress counts, and where the cause of death is written.
+        stall_seconds: longest time without progress.
+        servers: asked each time; ``host:port`` of the rollout servers that the run can not do without.
+    """
+
+    def __init__(self, run: RunFolder, *, stall_seconds: float, servers: Callable[[], Iterable[str]]) -> None:
+        super().__init__(name="fapo-watchdog", daemon=True)
+        self._run = run
+        self._stall_seconds = stall_seconds
+        self._servers = servers
+        self._failures: Counter[str] = Counter()
+        self._started_at = time.time()
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(CHECK_SECONDS):
+            try:
+                self.check()
+            except StalledError as exc:
+                logger.error("stopping the run: %s", exc)
+                self._run.fail(f"{type(exc).__name__}: {exc}")
+                # The main thread may sit in a call that never returns; Ray ends this process's actors with it.
+                os._exit(1)
+
+    def check(self) -> None:
+        """One look.
+
+        Raises:
+            StalledError: a server says of itself that it is dead, or is gone; or there is no progress.
+        """
+        for server in self._servers():
+            self._failures[server] = self._failures[server] + 1 if is_dead(server) else 0
+            if self._failures[server] >= FAILURES_UNTIL_DEAD:
+                raise StalledError(f"the rollout server at {server} died; its error is in Ray's worker logs")
+        idle = time.time() - max(self._started_at, self._run.last_change())
+        if idle > self._stall_seconds:
+            raise StalledError(
+                f"no rollout scored and no step ended for {idle:.0f} s; see Ray's worker logs, "
+                f"or raise fapo.stall_seconds ({self._stall_seconds:g}) if that is normal here"
+            )
+
+    def stop(self) -> None:
+        """Stop looking."""
+        self._stopped.set()
+
+
+def is_dead(server: str) -> bool:
+    """True if ``host:port`` refuses connections or its ``/health`` is an error; slow is not dead."""
+    try:
+        with urllib.request.urlopen(f"http://{server}/health", timeout=CHECK_SECONDS):
+            return False
+    except urllib.error.HTTPError as exc:
+        return exc.code >= 500
+    except urllib.error.URLError as exc:
+        return isinstance(exc.reason, ConnectionError)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
