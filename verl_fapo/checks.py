@@ -25,8 +25,9 @@ LEGACY_KEYS = {
     "reward_model.num_workers": "reward.num_workers",
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.model.path": "fapo.judge.model",
-    "reward_model.rollout": "reward.reward_model.rollout",
-    "reward_model": "fapo.genrm",
+    "reward_model.enable": "fapo.judge.model",
+    "reward_model.n_gpus_per_node": "fapo.genrm.n_gpus_per_node",
+    "reward_model": "reward.reward_model",
     "custom_reward_function": "reward.custom_reward_function",
     "sandbox_fusion": "reward.sandbox_fusion",
 }

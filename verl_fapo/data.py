@@ -46,7 +46,7 @@ def problem_row(
 def gsm8k_rows(path: Path, *, split: str, limit: int | None = None) -> Iterator[dict[str, Any]]:
     """Rows of GSM8K (arXiv:2110.14168), in the form of openai/grade-school-math.
 
-    A line there: ``{"question": "Natalia sold ...", "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips ...\\n#### 72"}``.
+    A line there: ``{"question": "Natalia sold ...", "answer": "... <<48/2=24>>24 clips in May. ...\\n#### 72"}``.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,13 @@ class FAPOCallback(Callback):
 
     def __init__(self) -> None:
         self._run: RunFolder | None = None
-        self._started_at = psutil.Process().create_time()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the config and open the run folder; ends the command with exit code 2 if something is wrong."""
         try:
             settings = check_config(config)
             run = RunFolder(settings.run_dir)
-            run.open(_plain_yaml(config), resumed=resumes(config))
+            run.open(_plain_yaml(config), started_at=psutil.Process().create_time(), resumed=resumes(config))
         except (UsageError, OSError) as exc:
             # An ordinary exception would only be a warning to Hydra.
             print(f"verl_fapo: {exc}", file=sys.stderr)
@@ -49,7 +49,7 @@ class FAPOCallback(Callback):
             return
         run, self._run = self._run, None
         ray.shutdown()
-        summary = run.finish(started_at=self._started_at, status=status)
+        summary = run.finish(status=status, ended_at=time.time())
         print(f"verl_fapo: {status} after {summary['steps']} steps; run folder {run.root}", file=sys.stderr)
         if summary["failure"]:
             print(f"verl_fapo: {summary['failure']}", file=sys.stderr)

@@ -1,14 +1,14 @@
 """Every error that verl_fapo raises on purpose.
 
-    FAPOError
-    |-- UsageError           the user can mend it: one line, exit code 2
-    |   |-- SettingsError    a ``fapo.*`` setting, or a veRL setting beside it
-    |   |-- ModelError       a model folder
-    |   `-- DataError        a data file
-    `-- RunError             the run can not go on: named in the run folder, exit code 1
-        |-- GenRMError       the judge's replicas did not start
-        |-- JudgeError       too many judgements without a verdict
-        `-- StalledError     nothing moved for too long, or a worker died
+FAPOError
+|-- UsageError           the user can mend it: one line, exit code 2
+|   |-- SettingsError    a ``fapo.*`` setting, or a veRL setting beside it
+|   |-- ModelError       a model folder
+|   `-- DataError        a data file
+`-- RunError             the run can not go on: named in the run folder, exit code 1
+    |-- GenRMError       the judge's replicas did not start
+    |-- JudgeError       too many judgements without a verdict
+    `-- StalledError     nothing moved for too long, or a worker died
 """
 
 

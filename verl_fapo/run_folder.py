@@ -1,6 +1,7 @@
 """The folder that a run writes itself into, readable at any moment and after any end.
 
 config.yaml      the composed config
+started_at.txt   when the command was started, in seconds since the epoch
 metrics.jsonl    a line a training step (step 0: the validation before it)
 parts/*.jsonl    a line a scored rollout, a file per reward worker; merged at the end into
 rollouts.jsonl   a line a scored rollout, without its texts, and
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -23,6 +25,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
+CONFIG = "config.yaml"
+STARTED_AT = "started_at.txt"
 METRICS = "metrics.jsonl"
 PARTS = "parts"
 ROLLOUTS = "rollouts.jsonl"
@@ -55,7 +59,7 @@ class RunFolder:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).expanduser().absolute()
 
-    def open(self, config_yaml: str, *, resumed: bool) -> None:
+    def open(self, config_yaml: str, *, started_at: float, resumed: bool) -> None:
         """Make the folder ready. What an earlier run left is moved to ``earlier-N``, unless this run resumes it."""
         self.root.mkdir(parents=True, exist_ok=True)
         left = [entry for entry in self.root.iterdir() if not entry.name.startswith("earlier-")]
@@ -67,7 +71,8 @@ class RunFolder:
                 entry.rename(earlier / entry.name)
         for name in (SUMMARY, FAILURE):
             (self.root / name).unlink(missing_ok=True)
-        (self.root / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        (self.root / STARTED_AT).write_text(f"{started_at}\n")
+        (self.root / CONFIG).write_text(config_yaml, encoding="utf-8")
 
     def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a step; what is no number is left out."""
@@ -102,17 +107,28 @@ class RunFolder:
                 seen.add(record["id"])
                 yield {key: value for key, value in record.items() if key not in TEXTS}
 
-    def finish(self, *, started_at: float, status: str) -> dict[str, Any]:
+    def finish(self, *, status: str, ended_at: float) -> dict[str, Any]:
         """Merge the parts and write ``summary.json``; returns what is in it. May be called again.
 
         Args:
-            started_at: when the command started, in seconds since the epoch.
-            status: ``completed``, ``failed`` or ``interrupted``.
+            status: ``completed``, ``failed``, ``interrupted`` or ``killed``.
+            ended_at: in seconds since the epoch.
         """
         self._merge()
-        summary = {"status": status, "failure": self.failure, **summarise(self.metrics(), self.scored(), started_at)}
+        started_at = float((self.root / STARTED_AT).read_text())
+        summary = {
+            "status": status,
+            "failure": self.failure,
+            **summarise(self.metrics(), self.scored(), started_at=started_at, ended_at=ended_at),
+        }
         _replace(self.root / SUMMARY, [json.dumps(summary, indent=2)])
         return summary
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What :meth:`finish` wrote; None before."""
+        path = self.root / SUMMARY
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def _parts(self) -> Iterator[dict[str, Any]]:
         for path in sorted((self.root / PARTS).glob("*.jsonl")):
@@ -124,11 +140,12 @@ class RunFolder:
         new = (record for record in self._parts() if record["judged"] and record["id"] not in judged)
         _replace(self.root / CRITIQUES, map(_dump, chain(_read(self.root / CRITIQUES), new)))
         _replace(self.root / ROLLOUTS, map(_dump, self.scored()))
-        for path in (self.root / PARTS).glob("*.jsonl"):
-            path.unlink()
+        shutil.rmtree(self.root / PARTS, ignore_errors=True)
 
 
-def summarise(metrics: list[dict[str, Any]], scored: Iterable[dict[str, Any]], started_at: float) -> dict[str, Any]:
+def summarise(
+    metrics: list[dict[str, Any]], scored: Iterable[dict[str, Any]], *, started_at: float, ended_at: float
+) -> dict[str, Any]:
     """Counts over the lines of ``metrics.jsonl`` and ``rollouts.jsonl``.
 
     Rows whose split is ``train`` are the training rollouts. The accuracies are those of all other rollouts at the
@@ -154,8 +171,8 @@ def summarise(metrics: list[dict[str, Any]], scored: Iterable[dict[str, Any]], s
         "validation_rollouts": sum(map(len, validations.values())),
         "accuracy_before": accuracies[0] if accuracies else None,
         "accuracy_after": accuracies[-1] if len(accuracies) > 1 else None,
-        "seconds_total": round(time.time() - started_at, 1),
-        "seconds_to_first_rollout": round(first_time - started_at, 1) if counts.total() or validations else None,
+        "seconds_total": round(ended_at - started_at, 1),
+        "seconds_to_first_rollout": round(first_time - started_at, 1) if math.isfinite(first_time) else None,
     }
 
 

@@ -45,13 +45,14 @@ class FAPOTrainer:
     def _setup(self) -> None:
         self.watchdog.start()
         with self._failure_noted():
-            self.genrm.start(self.config.reward.reward_model.rollout)
+            self.genrm.launch(self.config.reward.reward_model.rollout)
             with open_dict(self.config):
                 # From here on the judge is an address, to the reward workers that the next line starts.
                 self.config.fapo.judge.model = self.genrm.model
                 self.config.fapo.genrm.placement = "external"
                 self.config.fapo.genrm.endpoints = list(self.genrm.endpoints)
             super()._setup()
+            self.genrm.wait_until_ready()
 
     def fit(self, agent_loop_manager: Any) -> None:
         try:

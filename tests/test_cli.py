@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from verl_fapo.cli import main
+from verl_fapo.run_folder import RolloutLog, RunFolder
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["report"]])
+def test_help_says_what_the_command_does(command):
+    result = CliRunner().invoke(main, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_report_finishes_a_killed_run_and_shows_its_counts(tmp_path):
+    run = RunFolder(tmp_path)
+    run.open("", started_at=1000.0, resumed=False)
+    run.log_metrics(1, {"fapo/accuracy": 0.5, "fapo/judged": 8, "timing_s/step": 3.25})
+    values = {"step": 1, "split": "train", "correct": False, "judged": False, "verdict": None}
+    RolloutLog(tmp_path).write({"id": "a_0", **values})
+    result = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "killed" in result.output and "0.500" in result.output
+    assert json.loads((tmp_path / "summary.json").read_text())["rollouts"] == 1
+
+
+def test_folder_without_a_run_is_one_line_and_code_2(tmp_path):
+    result = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert result.exit_code == 2
+    assert len(result.output.splitlines()) == 1
+    assert "is no run folder" in result.output
+
+
+def test_demo_with_a_missing_file_is_one_line_and_code_2(tmp_path):
+    arguments = ["demo", "--model", str(tmp_path), "--data", str(tmp_path / "no.parquet"), "--out", str(tmp_path)]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "no such file" in result.output

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import read_lines
+from verl_fapo.run_folder import RolloutLog, RunFolder, summarise
+
+
+def rollout(id: str, **values: object) -> dict:
+    record = {
+        "id": id, "step": 1, "split": "train", "problem": "p", "solution": "s", "ground_truth": "7",
+        "answer": "7", "correct": True, "judged": True, "critique": "c", "verdict": "clean", "index": -1,
+        "reason": None, "reward": 1.0,
+    }  # fmt: skip
+    return {**record, **values}
+
+
+NOT_JUDGED = {"split": "test", "judged": False, "verdict": None}
+WRONG = {"correct": False, "judged": False, "verdict": None, "reward": -1.0}
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.open("a: 1\n", started_at=1000.0, resumed=False)
+    return folder
+
+
+def test_parts_of_several_workers_become_one_file_of_critiques_and_one_of_all_rollouts(run):
+    first, second = RolloutLog(run.root), RolloutLog(run.root)
+    first.write(rollout("a_0", verdict="flawed", index=0, reward=0.0))
+    second.write(rollout("a_1", **WRONG))
+    second.write(rollout("b_0", verdict="unknown", index=None, reason="timeout"))
+    run.log_metrics(1, {"x": 1.0})
+    summary = run.finish(status="completed", ended_at=1060.0)
+    assert {line["id"] for line in read_lines(run.root / "critiques.jsonl")} == {"a_0", "b_0"}
+    assert {line["id"] for line in read_lines(run.root / "rollouts.jsonl")} == {"a_0", "a_1", "b_0"}
+    assert "critique" not in read_lines(run.root / "rollouts.jsonl")[0]
+    counts = {key: summary[key] for key in ("steps", "rollouts", "correct", "judged", "flawed", "unknown")}
+    assert counts == {"steps": 1, "rollouts": 3, "correct": 2, "judged": 2, "flawed": 1, "unknown": 1}
+    assert summary["seconds_total"] == 60.0
+    assert json.loads((run.root / "summary.json").read_text()) == summary == run.summary
+
+
+def test_merging_again_changes_nothing(run):
+    RolloutLog(run.root).write(rollout("a_0"))
+    first = run.finish(status="completed", ended_at=1060.0)
+    assert run.finish(status="completed", ended_at=1060.0) == first
+    assert len(read_lines(run.root / "critiques.jsonl")) == 1
+
+
+@pytest.mark.parametrize("merged", ["critiques.jsonl", "rollouts.jsonl"])
+def test_merge_that_was_killed_between_two_files_doubles_and_loses_nothing(run, merged):
+    RolloutLog(run.root).write(rollout("a_0"))
+    RolloutLog(run.root).write(rollout("a_1", **WRONG))
+    parts = {path.name: path.read_text() for path in (run.root / "parts").iterdir()}
+    run.finish(status="interrupted", ended_at=1060.0)
+    for name in {"critiques.jsonl", "rollouts.jsonl"} - {merged}:
+        (run.root / name).unlink()
+    (run.root / "parts").mkdir()
+    for name, text in parts.items():
+        (run.root / "parts" / name).write_text(text)
+    summary = run.finish(status="killed", ended_at=1060.0)
+    assert (summary["rollouts"], summary["judged"]) == (2, 1)
+    assert len(read_lines(run.root / "critiques.jsonl")) == 1
+    assert len(read_lines(run.root / "rollouts.jsonl")) == 2
+
+
+def test_line_that_a_crash_cut_off_is_left_out(run):
+    RolloutLog(run.root).write(rollout("a_0"))
+    (part,) = (run.root / "parts").iterdir()
+    with part.open("a") as file:
+        file.write('{"id": "a_1", "ste')
+    assert run.finish(status="killed", ended_at=1060.0)["rollouts"] == 1
+
+
+def test_model_text_that_utf8_can_not_hold_is_kept(run):
+    text = "lone \ud800 surrogate\n\x00 and \u2028 more"
+    RolloutLog(run.root).write(rollout("a_0", critique=text))
+    run.finish(status="completed", ended_at=1060.0)
+    (line,) = read_lines(run.root / "critiques.jsonl")
+    assert line["critique"] == text
+
+
+def test_metrics_are_numbers_and_a_repeated_step_counts_once(run):
+    run.log_metrics(1, {"a": np.float64(0.5), "b": torch.tensor(2), "c": "text", "d": float("nan"), "e": np.ones(3)})
+    run.log_metrics(1, {"a": 0.75})
+    assert read_lines(run.root / "metrics.jsonl")[0] == {"step": 1, "a": 0.5, "b": 2}
+    assert run.metrics() == [{"step": 1, "a": 0.75}]
+
+
+def test_fresh_run_moves_an_earlier_one_aside_and_a_resumed_one_goes_on(run):
+    run.log_metrics(1, {"a": 1})
+    run.fail("JudgeError: x")
+    run.open("a: 2\n", started_at=2000.0, resumed=True)
+    assert run.metrics() == [{"step": 1, "a": 1}]
+    assert run.failure is None
+    run.open("a: 3\n", started_at=3000.0, resumed=False)
+    assert run.metrics() == []
+    assert read_lines(run.root / "earlier-1" / "metrics.jsonl") == [{"step": 1, "a": 1}]
+    run.open("a: 4\n", started_at=4000.0, resumed=False)
+    assert (run.root / "earlier-2" / "config.yaml").read_text() == "a: 3\n"
+    assert (run.root / "earlier-1").exists()
+
+
+def test_accuracy_is_that_of_the_first_and_the_last_validation():
+    validation = [
+        {**rollout(f"v{i}", step=step, correct=correct, **NOT_JUDGED), "time": 1010.0 + i}
+        for i, (step, correct) in enumerate([(0, False), (0, True), (5, True), (9, True), (9, True)])
+    ]
+    summary = summarise([], validation, started_at=1000.0, ended_at=1020.0)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, 1.0)
+    assert (summary["rollouts"], summary["validation_rollouts"]) == (0, 5)
+    assert summary["seconds_to_first_rollout"] == 10.0
+
+
+def test_nothing_scored_gives_no_accuracy_and_no_first_rollout():
+    summary = summarise([], [], started_at=1000.0, ended_at=1020.0)
+    assert summary["accuracy_before"] is summary["accuracy_after"] is summary["seconds_to_first_rollout"] is None

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from verl_fapo import watchdog as watchdog_module
+from verl_fapo.errors import StalledError
+from verl_fapo.run_folder import RolloutLog, RunFolder
+from verl_fapo.watchdog import FAILURES_UNTIL_DEAD, Watchdog, is_dead
+
+
+@pytest.fixture
+def health_server():
+    class Handler(BaseHTTPRequestHandler):
+        status = 200
+
+        def do_GET(self) -> None:
+            self.send_response(Handler.status)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.handler = Handler
+        server.address = f"127.0.0.1:{server.server_port}"
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.open("", started_at=time.time(), resumed=False)
+    return folder
+
+
+@pytest.mark.parametrize(("status", "dead"), [(200, False), (404, False), (503, True), (500, True)])
+def test_server_is_dead_if_it_says_so(health_server, status, dead):
+    health_server.handler.status = status
+    assert is_dead(health_server.address) is dead
+
+
+def test_closed_port_is_dead(unused_tcp_port):
+    assert is_dead(f"127.0.0.1:{unused_tcp_port}")
+
+
+def test_server_that_is_slow_is_not_dead(monkeypatch):
+    monkeypatch.setattr(watchdog_module, "CHECK_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert not is_dead(f"127.0.0.1:{listener.getsockname()[1]}")
+
+
+def test_dead_server_ends_the_run_after_several_looks(run, unused_tcp_port):
+    watchdog = Watchdog(run, stall_seconds=1000, servers=lambda: [f"127.0.0.1:{unused_tcp_port}"])
+    for _ in range(FAILURES_UNTIL_DEAD - 1):
+        watchdog.check()
+    with pytest.raises(StalledError, match=f"{unused_tcp_port} died"):
+        watchdog.check()
+
+
+def test_server_that_recovers_is_forgiven(run, health_server):
+    watchdog = Watchdog(run, stall_seconds=1000, servers=lambda: [health_server.address])
+    for _ in range(5):
+        for status in (*[503] * (FAILURES_UNTIL_DEAD - 1), 200):
+            health_server.handler.status = status
+            watchdog.check()
+
+
+def test_run_without_progress_is_ended_and_one_with_progress_is_not(run):
+    watchdog = Watchdog(run, stall_seconds=0.2, servers=list)
+    time.sleep(0.3)
+    with pytest.raises(StalledError, match="no rollout scored and no step ended"):
+        watchdog.check()
+    RolloutLog(run.root).write({"id": "a_0"})
+    watchdog.check()

@@ -1,0 +1,61 @@
+"""The command ``verl-fapo``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from verl_fapo import __version__
+from verl_fapo.errors import RunError, UsageError
+
+
+class _Command(click.Group):
+    def invoke(self, context: click.Context) -> object:
+        try:
+            return super().invoke(context)
+        except (UsageError, RunError) as exc:
+            click.echo(f"verl-fapo: {exc}", err=True)
+            context.exit(2 if isinstance(exc, UsageError) else 1)
+
+
+@click.group(cls=_Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """Flawed-Aware Policy Optimization for veRL.
+
+    Training itself is veRL's command with one more flag: python -m verl.trainer.main_ppo +recipe=fapo ...
+    """
+
+
+@main.command()
+@click.option("--model", type=click.Path(path_type=Path), help="Model folder of policy and judge.  [default: SmolLM2]")
+@click.option("--judge", type=click.Path(path_type=Path), help="Model folder of the judge.  [default: as --model]")
+@click.option("--data", type=click.Path(path_type=Path), help="Parquet file of problems.  [default: word problems]")
+@click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="Training steps.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("fapo_demo"),
+    show_default=True,
+    help="Folder for the run, its log and its data.",
+)
+@click.argument("overrides", nargs=-1)
+def demo(**options: object) -> None:
+    """Train with FAPO on this machine's CPU, and show what came out.
+
+    OVERRIDES are veRL settings, such as actor_rollout_ref.rollout.n=8 or fapo.penalty=0.5.
+    """
+    from verl_fapo.demo import DemoOptions, run_demo
+
+    sys.exit(run_demo(DemoOptions(**options)))
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+def report(run: Path) -> None:
+    """Show what came out of the run in folder RUN, also of one that was killed."""
+    from verl_fapo.report import report_run
+
+    report_run(run)

@@ -1,0 +1,59 @@
+"""A run folder as a table on the screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from verl_fapo.errors import DataError
+from verl_fapo.run_folder import CONFIG, RunFolder
+
+STEP_COLUMNS = {
+    "accuracy": "fapo/accuracy",
+    "judged": "fapo/judged",
+    "flawed": "fapo/flawed",
+    "unknown": "fapo/unknown",
+    "mean reward": "critic/score/mean",
+    "tokens": "response_length/mean",
+    "seconds": "timing_s/step",
+}
+
+
+def report_run(root: Path) -> None:
+    """Print the report of a run; one that was killed is finished first.
+
+    Raises:
+        DataError: ``root`` is no run folder.
+    """
+    run = RunFolder(root)
+    if not (run.root / CONFIG).exists():
+        raise DataError(f"{root} is no run folder (no {CONFIG} in it); name the folder that fapo.run_dir named")
+    if run.summary is None:
+        run.finish(status="killed", ended_at=run.last_change())
+    print_report(run, Console())
+
+
+def print_report(run: RunFolder, console: Console) -> None:
+    """The steps, and the counts of the whole run."""
+    steps = Table(title="steps")
+    for name in ("step", *STEP_COLUMNS):
+        steps.add_column(name, justify="right")
+    for line in run.metrics():
+        if line["step"] > 0:
+            steps.add_row(str(line["step"]), *(_cell(line.get(key)) for key in STEP_COLUMNS.values()))
+    console.print(steps)
+    summary = Table(title="run", show_header=False)
+    summary.add_column()
+    summary.add_column(justify="right")
+    for key, value in (run.summary or {}).items():
+        summary.add_row(key.replace("_", " "), _cell(value))
+    console.print(summary)
+    console.print(f"run folder: {run.root}")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
