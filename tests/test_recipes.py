@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,14 +64,13 @@ def test_recipe_file_starts_with_its_package_and_says_how_it_is_used(path):
     assert any("python -m verl.trainer.main_ppo" in line for line in lines[:10])
 
 
-def test_command_without_a_recipe_composes_as_without_the_plugin(compose):
-    import hydra
-    from hydra.core.plugins import Plugins
-
-    from verl_fapo.recipe_group import RecipeGroup
-
-    with_plugin = compose()
-    assert RecipeGroup in Plugins.instance().discover(RecipeGroup)
-    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-        assert hydra.compose("ppo_trainer") == with_plugin
-    assert "fapo" not in with_plugin
+def test_command_without_a_recipe_composes_as_without_the_plugin(tmp_path):
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--cfg", "all"]
+    configs = [
+        subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
+            env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": plugins},
+        ).stdout
+        for plugins in ("auto", "none")
+    ]  # fmt: skip
+    assert configs[0] == configs[1] != ""

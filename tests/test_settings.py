@@ -28,7 +28,7 @@ def test_external_servers_take_no_device():
     [
         pytest.param({"penalty": 2.5, **GOOD}, "fapo.penalty=2.5", id="range"),
         pytest.param({"penaltyy": 1, **GOOD}, "did you mean fapo.penalty", id="close name"),
-        pytest.param({"xyz": 1, **GOOD}, "known here: fapo.genrm", id="far name"),
+        pytest.param({"xyz": 1, **GOOD}, "fapo has penalty, run_dir", id="far name"),
         pytest.param({"judge": {"model": "m", "on_unknown": "ignore"}}, "fapo.judge.on_unknown='ignore'", id="choice"),
         pytest.param({}, "fapo: judge.model is not set", id="no judge"),
     ],

@@ -57,7 +57,7 @@ def check_run_folder(training: Training, *, penalty: float) -> None:
 
 
 def test_training_on_gsm8k(train, tmp_path, shared_data):
-    rows = list(gsm8k_rows(shared_data / "gsm8k_train.jsonl.gz", split="train", limit=200))
+    rows = list(gsm8k_rows(shared_data / "gsm8k_train.jsonl.gz", split="train", limit=1000))
     rows = [row for row in rows if row["reward_model"]["ground_truth"] in ("7", "8")]
     assert len(rows) >= 8
     write_parquet(rows, tmp_path / "gsm8k.parquet")

