@@ -71,7 +71,6 @@ MISTAKES = [
     ),
     pytest.param(["data.train_files=/no.parquet"], ["data.train_files='/no.parquet'", "no such file"], id="no data"),
     pytest.param(["data.prompt_key=question"], ["no column 'question'"], id="prompt column missing"),
-    pytest.param(["fapo.judge.splits=[dev]"], ["extra_info.split ['train']"], id="no row would be judged"),
 ]
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 
@@ -9,7 +10,7 @@ from verl_fapo.cli import main
 from verl_fapo.run_folder import RolloutLog, RunFolder
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["report"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["prepare"], ["report"]])
 def test_help_says_what_the_command_does(command):
     result = CliRunner().invoke(main, [*command, "--help"])
     assert result.exit_code == 0
@@ -20,7 +21,7 @@ def test_report_finishes_a_killed_run_and_shows_its_counts(tmp_path):
     run = RunFolder(tmp_path)
     run.open("", started_at=1000.0, resumed=False)
     run.log_metrics(1, {"fapo/accuracy": 0.5, "fapo/judged": 8, "timing_s/step": 3.25})
-    values = {"step": 1, "split": "train", "correct": False, "judged": False, "verdict": None}
+    values = {"step": 1, "validation": False, "correct": False, "judged": False, "verdict": None}
     RolloutLog(tmp_path).write({"id": "a_0", **values})
     result = CliRunner().invoke(main, ["report", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -33,6 +34,24 @@ def test_folder_without_a_run_is_one_line_and_code_2(tmp_path):
     assert result.exit_code == 2
     assert len(result.output.splitlines()) == 1
     assert "is no run folder" in result.output
+
+
+def test_prepare_writes_what_verl_reads(tmp_path, shared_data):
+    out = tmp_path / "gsm8k.parquet"
+    arguments = ["prepare", "gsm8k", str(shared_data / "gsm8k_test.jsonl"), str(out), "--limit", "5"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert "5 problems" in result.output
+    assert pyarrow.parquet.read_table(out).num_rows == 5
+
+
+@pytest.mark.parametrize("text", ["no json\n", "[]\n", '{"question": "?"}\n', '{"question": "?", "answer": 7}\n'])
+def test_prepare_refuses_another_form_and_writes_nothing(tmp_path, text):
+    (tmp_path / "in.jsonl").write_text(text)
+    result = CliRunner().invoke(main, ["prepare", "gsm8k", str(tmp_path / "in.jsonl"), str(tmp_path / "out.parquet")])
+    assert result.exit_code == 2
+    assert "is no GSM8K file" in result.output
+    assert not (tmp_path / "out.parquet").exists()
 
 
 def test_demo_with_a_missing_file_is_one_line_and_code_2(tmp_path):

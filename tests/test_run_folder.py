@@ -12,14 +12,14 @@ from verl_fapo.run_folder import RolloutLog, RunFolder, summarise
 
 def rollout(id: str, **values: object) -> dict:
     record = {
-        "id": id, "step": 1, "split": "train", "problem": "p", "solution": "s", "ground_truth": "7",
+        "id": id, "step": 1, "validation": False, "problem": "p", "solution": "s", "ground_truth": "7",
         "answer": "7", "correct": True, "judged": True, "critique": "c", "verdict": "clean", "index": -1,
         "reason": None, "reward": 1.0,
     }  # fmt: skip
     return {**record, **values}
 
 
-NOT_JUDGED = {"split": "test", "judged": False, "verdict": None}
+NOT_JUDGED = {"validation": True, "judged": False, "verdict": None}
 WRONG = {"correct": False, "judged": False, "verdict": None, "reward": -1.0}
 
 

@@ -35,7 +35,7 @@ def check_run_folder(training: Training, *, penalty: float) -> None:
     assert summary["status"] == "completed"
     assert summary["steps"] == 2 == len(steps)
     assert not (training.run.root / "parts").exists()
-    assert summary["rollouts"] == sum(rollout["split"] == "train" for rollout in rollouts)
+    assert summary["rollouts"] == sum(not rollout["validation"] for rollout in rollouts)
     assert summary["rollouts"] >= 32, "two steps of four prompts with four rollouts"
     assert summary["validation_rollouts"] == 16
     assert summary["judged"] == summary["correct"] == len(critiques) > 0, "right answers, and only they, are judged"

@@ -32,7 +32,6 @@ LEGACY_KEYS = {
     "sandbox_fusion": "reward.sandbox_fusion",
 }
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-ROWS_LOOKED_AT = 1000
 
 
 def check_config(config: DictConfig) -> FAPOSettings:
@@ -50,11 +49,9 @@ def check_config(config: DictConfig) -> FAPOSettings:
     check_model(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
     if settings.genrm.placement == "standalone":
         check_model(settings.judge.model, "fapo.judge.model")
-    for path in _paths(config.data.train_files):
-        check_data(path, "data.train_files", config.data)
-        check_splits(path, settings.judge.splits)
-    for path in _paths(config.data.val_files):
-        check_data(path, "data.val_files", config.data)
+    for key in ("train_files", "val_files"):
+        for path in _paths(config.data[key]):
+            check_data(path, f"data.{key}", config.data)
     return settings
 
 
@@ -178,29 +175,6 @@ def check_data(path: str, key: str, data: DictConfig) -> None:
             raise DataError(f"{key}={path!r}: no column {column!r}; the file has {', '.join(schema.names)}")
     if not _has_field(schema.field("reward_model").type, "ground_truth"):
         raise DataError(f"{key}={path!r}: column 'reward_model' has no field 'ground_truth', the reference answer")
-
-
-def check_splits(path: str, splits: tuple[str, ...]) -> None:
-    """A training file none of whose rows would be judged is a mistake, and one that shows nowhere else."""
-    found = read_splits(path)
-    if found and not found & {*splits, None, ""}:
-        raise DataError(
-            f"data.train_files={path!r}: its rows have extra_info.split {sorted(found)}, but only "
-            f"{list(splits)} is judged; set fapo.judge.splits=[{','.join(sorted(found))}]"
-        )
-
-
-def read_splits(path: str) -> set[str | None]:
-    """Values of ``extra_info.split`` in the first rows of a parquet file; empty where there is no such column."""
-    file = Path(path).expanduser()
-    if not path.endswith(".parquet"):
-        return set()
-    schema = pyarrow.parquet.read_schema(file)
-    if "extra_info" not in schema.names or not _has_field(schema.field("extra_info").type, "split"):
-        return set()
-    with pyarrow.parquet.ParquetFile(file) as parquet:
-        rows = next(parquet.iter_batches(ROWS_LOOKED_AT, columns=["extra_info"]), None)
-    return {(row or {}).get("split") for row in rows["extra_info"].to_pylist()} if rows else set()
 
 
 def _has_field(kind: pyarrow.DataType, name: str) -> bool:

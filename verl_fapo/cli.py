@@ -53,6 +53,20 @@ def demo(**options: object) -> None:
 
 
 @main.command()
+@click.argument("source", type=click.Choice(["gsm8k"]))
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--split", default="train", show_default=True, help="Name of the split, kept in extra_info.split.")
+@click.option("--limit", type=click.IntRange(min=1), help="Take the first rows only.")
+def prepare(source: str, file: Path, out: Path, split: str, limit: int | None) -> None:
+    """Write the problems of FILE, in SOURCE's own form, as the parquet file OUT that veRL reads."""
+    from verl_fapo.data import SOURCES, write_parquet
+
+    num = write_parquet(SOURCES[source](file, split=split, limit=limit), out)
+    click.echo(f"{out}: {num} problems")
+
+
+@main.command()
 @click.argument("run", type=click.Path(path_type=Path))
 def report(run: Path) -> None:
     """Show what came out of the run in folder RUN, also of one that was killed."""

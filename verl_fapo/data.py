@@ -12,11 +12,14 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+
+from verl_fapo.errors import DataError
 
 INSTRUCTION = "Reason step by step, one step a paragraph, and put the final answer in \\boxed{}."
 
@@ -49,13 +52,18 @@ def gsm8k_rows(path: Path, *, split: str, limit: int | None = None) -> Iterator[
     A line there: ``{"question": "Natalia sold ...", "answer": "... <<48/2=24>>24 clips in May. ...\\n#### 72"}``.
     """
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        for index, line in enumerate(file):
-            if index == limit:
-                return
-            item = json.loads(line)
-            answer = item["answer"].rpartition("####")[2].strip().replace(",", "")
-            yield problem_row(item["question"], answer, data_source="gsm8k", split=split, index=index)
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for index, line in enumerate(islice(file, limit)):
+                yield _gsm8k_row(line, split=split, index=index)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise DataError(f"{path} is no GSM8K file: line with 'question' and 'answer' expected ({exc!r})") from exc
+
+
+def _gsm8k_row(line: str, *, split: str, index: int) -> dict[str, Any]:
+    item = json.loads(line)
+    answer = item["answer"].rpartition("####")[2].strip().replace(",", "")
+    return problem_row(item["question"], answer, data_source="gsm8k", split=split, index=index)
 
 
 def word_problem_rows(num: int, *, seed: int, split: str, num_examples: int = 2) -> Iterator[dict[str, Any]]:
@@ -81,12 +89,17 @@ def _shortest_solutions(problems: Any, num: int) -> list[tuple[str, str]]:
     return sorted(solved, key=lambda pair: sum(map(len, pair)))[:num]
 
 
-def write_parquet(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Write rows, whole or not at all."""
+SOURCES = {"gsm8k": gsm8k_rows}
+
+
+def write_parquet(rows: Iterable[dict[str, Any]], path: Path) -> int:
+    """Write rows, whole or not at all; returns how many."""
     temporary = path.with_name(path.name + ".new")
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary)
+    table = pyarrow.Table.from_pylist(list(rows))
+    pyarrow.parquet.write_table(table, temporary)
     temporary.replace(path)
+    return len(table)
 
 
 def _task(question: str) -> str:

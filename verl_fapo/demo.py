@@ -86,6 +86,8 @@ SIZE = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
     "data.max_prompt_length": 320,
     "data.max_response_length": 64,
+    "data.val_max_samples": 16,
+    "data.filter_overlong_prompts": True,
     "fapo.judge.max_tokens": 64,
     "fapo.judge.max_unknown_rate": 1,
     "trainer.resume_mode": "disable",
@@ -166,6 +168,7 @@ def smollm2_folder(console: Console) -> Path:
     gguf = next(Path(file.locate()) for file in files if file.suffix == ".gguf")
     console.print(f"converting {gguf.name}, once (about a minute)")
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     convert_gguf(gguf, temporary)
     with contextlib.suppress(OSError):  # another demo was faster
         temporary.rename(folder)

@@ -149,22 +149,22 @@ def summarise(
 ) -> dict[str, Any]:
     """Counts over the lines of ``metrics.jsonl`` and ``rollouts.jsonl``.
 
-    Rows whose split is ``train`` are the training rollouts. The accuracies are those of all other rollouts at the
-    first and at the last step that has any: the validations before and after training.
+    The accuracies are those of the first and of the last validation. The other counts, but for
+    ``validation_rollouts``, are of the training rollouts alone.
     """
     counts = Counter(rollouts=0, correct=0, judged=0, flawed=0, unknown=0)
     validations: dict[int, list[bool]] = {}
     first_time = math.inf
     for rollout in scored:
         first_time = min(first_time, rollout["time"])
+        if rollout["validation"]:
+            validations.setdefault(rollout["step"], []).append(rollout["correct"])
+            continue
+        counts["rollouts"] += 1
+        counts["correct"] += rollout["correct"]
         counts["judged"] += rollout["judged"]
         counts["flawed"] += rollout["verdict"] == "flawed"
         counts["unknown"] += rollout["verdict"] == "unknown"
-        if rollout["split"] == "train":
-            counts["rollouts"] += 1
-            counts["correct"] += rollout["correct"]
-        else:
-            validations.setdefault(rollout["step"], []).append(rollout["correct"])
     accuracies = [sum(validations[step]) / len(validations[step]) for step in sorted(validations)]
     return {
         "steps": sum(line["step"] > 0 for line in metrics),

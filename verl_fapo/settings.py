@@ -41,8 +41,8 @@ class JudgeSettings(Settings):
     max_unknown_rate: float = Field(0.5, ge=0, le=1)
     """Training stops when a larger share of judgements than this gives no verdict; 1 never stops."""
 
-    splits: tuple[str, ...] = ("train",)
-    """Values of a row's ``extra_info.split`` that are judged; a row without one counts as ``train``."""
+    validation: bool = False
+    """Judge the right answers of validation too; they have no part in ``max_unknown_rate``."""
 
 
 class GenRMSettings(Settings):

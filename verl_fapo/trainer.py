@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 
 from verl_fapo.genrm import GenRMGroup
+from verl_fapo.managers.fapo import VALIDATION_KEY
 from verl_fapo.metrics import JudgeHealth, step_metrics
 from verl_fapo.run_folder import RunFolder
 from verl_fapo.settings import read_settings
@@ -53,6 +56,10 @@ class FAPOTrainer:
                 self.config.fapo.genrm.endpoints = list(self.genrm.endpoints)
             super()._setup()
             self.genrm.wait_until_ready()
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        self.val_dataloader.collate_fn = partial(collate_validation, self.val_dataloader.collate_fn)
 
     def fit(self, agent_loop_manager: Any) -> None:
         try:
@@ -100,6 +107,11 @@ class FAPOTrainer:
         except Exception as exc:
             self.run_folder.fail(f"{type(exc).__name__}: {exc}")
             raise
+
+
+def collate_validation(collate: Callable[[list[dict]], dict[str, Any]], rows: list[dict]) -> dict[str, Any]:
+    """A batch of rows that say of themselves that they are for validation."""
+    return {**collate(rows), VALIDATION_KEY: np.full(len(rows), True, dtype=object)}
 
 
 @register_trainer("fapo_sync")

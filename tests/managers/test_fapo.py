@@ -57,7 +57,7 @@ def batch(tokenizer, solution: str, *, padding: int = 4, **row: object):
         "data_source": "sums",
         "raw_prompt": [{"role": "user", "content": "What is 3 + 4? Box it."}],
         "reward_model": {"style": "rule", "ground_truth": "7"},
-        "extra_info": {"split": "train", "index": 0, "question": "What is 3 + 4?"},
+        "extra_info": {"index": 0, "question": "What is 3 + 4?"},
         **row,
     }
     objects = {}
@@ -103,14 +103,12 @@ async def test_extras_have_the_same_keys_and_types_for_every_rollout(manager, to
 
 async def test_validation_rows_are_not_judged(manager, tokenizer):
     manager._judge = judge = FakeJudge(Verdict(index=0))
-    result = await manager.run_single(batch(tokenizer, RIGHT, extra_info={"split": "test"}))
+    result = await manager.run_single(batch(tokenizer, RIGHT, fapo_validation=True))
     assert result["reward_score"] == 1.0
     assert judge.asked == []
 
 
-async def test_row_without_a_split_counts_as_training_and_without_a_question_the_prompt_is_the_problem(
-    manager, tokenizer
-):
+async def test_row_without_a_question_is_judged_by_its_prompt(manager, tokenizer):
     manager._judge = judge = FakeJudge(Verdict(index=-1))
     await manager.run_single(batch(tokenizer, RIGHT, extra_info=None))
     assert [question["problem"] for question in judge.asked] == ["What is 3 + 4? Box it."]

@@ -23,6 +23,8 @@ from verl_fapo.settings import read_settings
 
 logger = logging.getLogger(__name__)
 
+# The trainer puts it into the rows of validation: veRL does not tell a manager which those are.
+VALIDATION_KEY = "fapo_validation"
 NOT_JUDGED = Judgement(verdict=Verdict(index=-1), critique="", seconds=0.0)
 
 
@@ -36,7 +38,7 @@ class Rollout:
     step: int
     """Training step that the rollout was generated for; 0 before the first."""
 
-    split: str
+    validation: bool
     problem: str
     solution: str
     ground_truth: str
@@ -46,8 +48,9 @@ class Rollout:
 class FAPORewardManager(RewardManagerBase):
     """Scores a rollout: +1 or -1 by its final answer, less the penalty if the judge finds right reasoning missing.
 
-    Right answers of the judged splits go to the judge as soon as they are generated, while other rollouts are
-    still under way. It never raises: veRL would drop the rollout's whole group and train on the rest.
+    Right answers go to the judge as soon as they are generated, while other rollouts are still under way; those of
+    validation only with ``fapo.judge.validation``. It never raises: veRL would drop the rollout's whole group and
+    train on the rest.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class FAPORewardManager(RewardManagerBase):
 
     async def _score(self, rollout: Rollout) -> dict[str, Any]:
         verification = verify(rollout.solution, rollout.ground_truth)
-        judged = verification.correct and rollout.split in self._settings.judge.splits
+        judged = verification.correct and (self._settings.judge.validation or not rollout.validation)
         judgement = NOT_JUDGED
         if judged:
             judgement = await self._judge.judge(
@@ -107,7 +110,7 @@ def read_rollout(item: Any, tokenizer: Any) -> Rollout:
     return Rollout(
         id=f"{row['uid']}_{row.get('session_id', 0)}",
         step=int(row.get("global_steps", 0)),
-        split=str(extra_info.get("split") or "train"),
+        validation=bool(row.get(VALIDATION_KEY, False)),
         problem=_problem(row, extra_info),
         solution=tokenizer.decode(response_ids[:length], skip_special_tokens=True),
         ground_truth=str(row["reward_model"]["ground_truth"]),
@@ -142,7 +145,7 @@ def record(
     return {
         "id": rollout.id,
         "step": rollout.step,
-        "split": rollout.split,
+        "validation": rollout.validation,
         "problem": rollout.problem,
         "solution": rollout.solution,
         "ground_truth": rollout.ground_truth,
