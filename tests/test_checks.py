@@ -24,6 +24,7 @@ def good(compose, workshop: Path):
             "+recipe/device=cpu",
             f"actor_rollout_ref.model.path={workshop / 'policy'}",
             f"fapo.judge.model={workshop / 'judge'}",
+            "fapo.judge.max_tokens=64",
             f"data.train_files={workshop / 'train.parquet'}",
             f"data.val_files={workshop / 'validation.parquet'}",
             *overrides,
@@ -60,6 +61,12 @@ MISTAKES = [
         ["custom_reward_function.path=f.py"],
         ["the setting is reward.custom_reward_function.path"],
         id="legacy function",
+    ),
+    pytest.param(
+        ["fapo.judge.max_tokens=8192"], ["max_position_embeddings=8192", "lower fapo.judge.max_tokens"], id="context"
+    ),
+    pytest.param(
+        ["reward.reward_model.rollout.max_model_len=64"], ["max_model_len=64", "lower"], id="context of the engine"
     ),
     pytest.param(["trainer.v1.trainer_mode=sync"], ["trainer.v1.trainer_mode=fapo_sync"], id="plain trainer mode"),
     pytest.param(["trainer.use_v1=false"], ["trainer.use_v1"], id="old trainer"),

@@ -83,10 +83,17 @@ def test_dead_rollout_engine_ends_the_run(train, clean_judge):
     assert training.leftovers() == []
 
 
-def test_ctrl_c_leaves_a_readable_run_folder_and_no_process(train):
+@pytest.mark.parametrize(
+    ("send", "signum"),
+    [
+        pytest.param(os.killpg, signal.SIGINT, id="Ctrl-C, to the whole group"),
+        pytest.param(os.kill, signal.SIGTERM, id="SIGTERM, to the command"),
+    ],
+)
+def test_signal_leaves_a_readable_run_folder_and_no_process(train, send, signum):
     training = train(*LONG)
     training.wait_for(lambda: len(training.run.metrics()) > 0)
-    os.killpg(training.process.pid, signal.SIGINT)
+    send(training.process.pid, signum)
     assert training.wait(60) != 0
     summary = training.run.summary
     assert summary["status"] == "interrupted"

@@ -49,6 +49,7 @@ def check_config(config: DictConfig) -> FAPOSettings:
     check_model(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
     if settings.genrm.placement == "standalone":
         check_model(settings.judge.model, "fapo.judge.model")
+        check_context(config, settings)
     for key in ("train_files", "val_files"):
         for path in _paths(config.data[key]):
             check_data(path, f"data.{key}", config.data)
@@ -149,6 +150,21 @@ def _check_model_folder(folder: Path, key: str) -> None:
         raise ModelError(
             f"{key}={str(folder)!r}: the tokenizer has no chat template; put one into {folder}/chat_template.jinja"
         )
+
+
+def check_context(config: DictConfig, settings: FAPOSettings) -> None:
+    """A critique of full length must fit the judge's context, or every request would be refused."""
+    model_config = _read_json(Path(settings.judge.model).expanduser() / "config.json", "fapo.judge.model")
+    limits = {
+        "max_position_embeddings": model_config.get("max_position_embeddings"),
+        "reward.reward_model.rollout.max_model_len": config.reward.reward_model.rollout.max_model_len,
+    }
+    for name, limit in limits.items():
+        if limit is not None and settings.judge.max_tokens >= limit:
+            raise SettingsError(
+                f"fapo.judge.max_tokens={settings.judge.max_tokens} leaves no room for a prompt in the judge's context "
+                f"({name}={limit}); lower fapo.judge.max_tokens"
+            )
 
 
 def _read_json(path: Path, key: str) -> Mapping[str, Any]:

@@ -66,14 +66,14 @@ def _gsm8k_row(line: str, *, split: str, index: int) -> dict[str, Any]:
     return problem_row(item["question"], answer, data_source="gsm8k", split=split, index=index)
 
 
-def word_problem_rows(num: int, *, seed: int, split: str, num_examples: int = 2) -> Iterator[dict[str, Any]]:
-    """Rows of word problems from reasoning-gym's ``gsm_symbolic``, after examples of the same kind."""
+def word_problem_rows(num: int, *, seed: int, split: str, num_examples: int = 1) -> Iterator[dict[str, Any]]:
+    """Rows of short word problems from reasoning-gym's ``gsm_symbolic``, after examples of the same kind."""
     import reasoning_gym
 
     examples = _shortest_solutions(reasoning_gym.create_dataset("gsm_symbolic", size=100, seed=0), num_examples)
-    problems = reasoning_gym.create_dataset("gsm_symbolic", size=num, seed=seed)
-    for index in range(num):
-        item = problems[index]
+    problems = reasoning_gym.create_dataset("gsm_symbolic", size=100 * num, seed=seed)
+    items = (item for item in map(problems.__getitem__, range(len(problems))) if len(item["question"]) <= 220)
+    for index, item in enumerate(islice(items, num)):
         yield problem_row(
             item["question"], item["answer"], data_source="gsm_symbolic", split=split, index=index, examples=examples
         )

@@ -83,8 +83,9 @@ def run_demo(options: DemoOptions) -> int:
 SIZE = {
     "data.train_batch_size": 4,
     "actor_rollout_ref.rollout.n": 4,
+    "actor_rollout_ref.rollout.temperature": 0.5,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
-    "data.max_prompt_length": 320,
+    "data.max_prompt_length": 256,
     "data.max_response_length": 64,
     "data.val_max_samples": 16,
     "data.filter_overlong_prompts": True,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ class FAPOCallback(Callback):
         self._run = run
         # Also reached by Ctrl-C and SIGTERM, which Hydra does not tell its callbacks of.
         atexit.register(self._finish, "interrupted")
+        exit_on_sigterm_after_ray_init()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Close the run folder."""
@@ -49,10 +52,27 @@ class FAPOCallback(Callback):
             return
         run, self._run = self._run, None
         ray.shutdown()
-        summary = run.finish(status=status, ended_at=time.time())
+        try:
+            summary = run.finish(status=status, ended_at=time.time())
+        except OSError as exc:
+            print(f"verl_fapo: {status}, but {exc}; then: verl-fapo report {run.root}", file=sys.stderr)
+            return
         print(f"verl_fapo: {status} after {summary['steps']} steps; run folder {run.root}", file=sys.stderr)
         if summary["failure"]:
             print(f"verl_fapo: {summary['failure']}", file=sys.stderr)
+
+
+def exit_on_sigterm_after_ray_init() -> None:
+    """Let SIGTERM end the command like Ctrl-C: Ray's own handler would end it without its run folder."""
+
+    def init(*args: Any, **kwargs: Any) -> Any:
+        ray.init = original
+        context = original(*args, **kwargs)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+        return context
+
+    original, ray.init = ray.init, init
 
 
 def resumes(config: DictConfig) -> bool:
