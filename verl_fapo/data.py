@@ -66,27 +66,24 @@ def _gsm8k_row(line: str, *, split: str, index: int) -> dict[str, Any]:
     return problem_row(item["question"], answer, data_source="gsm8k", split=split, index=index)
 
 
-def word_problem_rows(num: int, *, seed: int, split: str, num_examples: int = 1) -> Iterator[dict[str, Any]]:
-    """Rows of short word problems from reasoning-gym's ``gsm_symbolic``, after examples of the same kind."""
+def word_problem_rows(num: int, *, seed: int, split: str, num_examples: int = 2) -> Iterator[dict[str, Any]]:
+    """Rows of short word problems from reasoning-gym's ``aiw`` ("Alice has 3 brothers and she also has 2 sisters. How
+    many sisters does Alice's brother have?"), whose small answers are often right for wrong reasons.
+    """
+    examples = [(question, _counted(answer)) for question, answer in islice(_siblings(seed=0), num_examples)]
+    for index, (question, answer) in enumerate(islice(_siblings(seed=seed), num)):
+        yield problem_row(question, answer, data_source="aiw", split=split, index=index, examples=examples)
+
+
+def _siblings(*, seed: int) -> Iterator[tuple[str, str]]:
     import reasoning_gym
 
-    examples = _shortest_solutions(reasoning_gym.create_dataset("gsm_symbolic", size=100, seed=0), num_examples)
-    problems = reasoning_gym.create_dataset("gsm_symbolic", size=100 * num, seed=seed)
-    items = (item for item in map(problems.__getitem__, range(len(problems))) if len(item["question"]) <= 220)
-    for index, item in enumerate(islice(items, num)):
-        yield problem_row(
-            item["question"], item["answer"], data_source="gsm_symbolic", split=split, index=index, examples=examples
-        )
+    problems = reasoning_gym.create_dataset("aiw", size=10_000, seed=seed, task_type_weights=[1, 0, 0])
+    return ((item["question"], item["answer"]) for item in map(problems.__getitem__, range(len(problems))))
 
 
-def _shortest_solutions(problems: Any, num: int) -> list[tuple[str, str]]:
-    """Questions with their worked solutions, a line a paragraph; short ones leave the policy more of its context."""
-    solved = []
-    for item in (problems[i] for i in range(len(problems))):
-        steps = item["metadata"]["answer_cot"].partition("####")[0].splitlines()
-        steps = [*(step.strip() for step in steps if step.strip()), f"\\boxed{{{item['answer']}}}"]
-        solved.append((item["question"], "\n\n".join(steps)))
-    return sorted(solved, key=lambda pair: sum(map(len, pair)))[:num]
+def _counted(answer: str) -> str:
+    return f"I count everybody that is asked for once.\n\nThat makes {answer}.\n\n\\boxed{{{answer}}}"
 
 
 SOURCES = {"gsm8k": gsm8k_rows}

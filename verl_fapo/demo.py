@@ -86,7 +86,7 @@ SIZE = {
     "actor_rollout_ref.rollout.temperature": 0.5,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
     "data.max_prompt_length": 256,
-    "data.max_response_length": 64,
+    "data.max_response_length": 48,
     "data.val_max_samples": 16,
     "data.filter_overlong_prompts": True,
     "fapo.judge.max_tokens": 64,
