@@ -78,6 +78,15 @@ def test_line_that_a_crash_cut_off_is_left_out(run):
     assert run.finish(status="killed", ended_at=1060.0)["rollouts"] == 1
 
 
+def test_resumed_run_goes_on_after_a_line_that_was_cut_off(run):
+    run.log_metrics(1, {"a": 1})
+    with (run.root / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "a')
+    run.open("", started_at=2000.0, resumed=True)
+    run.log_metrics(2, {"a": 2})
+    assert run.metrics() == [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
+
+
 def test_model_text_that_utf8_can_not_hold_is_kept(run):
     text = "lone \ud800 surrogate\n\x00 and \u2028 more"
     RolloutLog(run.root).write(rollout("a_0", critique=text))

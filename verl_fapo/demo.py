@@ -47,11 +47,13 @@ class DemoOptions:
 def run_demo(options: DemoOptions) -> int:
     """Train, and show what came out; returns the exit code of the training."""
     console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     model = options.model or smollm2_folder(console)
     train, validation = problem_files(options)
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     run, log = RunFolder(out / "fapo"), out / "train.log"
+    run.set_aside()
     judge = options.judge or model
     console.print(f"policy: {model}\njudge: {judge}\nproblems: {train}\nlog: {log}", highlight=False)
     command = training_command(
@@ -65,17 +67,30 @@ def run_demo(options: DemoOptions) -> int:
             "hydra.run.dir": str(out / "hydra"),
             "trainer.total_training_steps": options.steps,
             "trainer.test_freq": options.steps,
+            **({"data.max_prompt_length": 1024} if options.data else {}),
         },
         options.overrides,
     )
-    with log.open("wb") as stream, training(command, stream) as process:
-        show_progress(console, process, run, options.steps)
-    if process.returncode:
-        console.print(f"[red]the training ended with exit code {process.returncode}[/]; the end of {log}:")
-        console.print("\n".join(log.read_text(errors="replace").splitlines()[-15:]), markup=False, highlight=False)
-    if run.summary is not None:
+    try:
+        with log.open("wb") as stream, training(command, stream) as process:
+            show_progress(console, process, run, options.steps)
+    except KeyboardInterrupt:
+        status = 130
+    else:
+        status = process.returncode
+    if status:
+        explain_failure(console, status, log)
+    if run.summary is not None and status != 2:
         print_report(run, console)
-    return process.returncode
+    return status
+
+
+def explain_failure(console: Console, status: int, log: Path) -> None:
+    """What our part of the log says, or else its end."""
+    lines = log.read_text(errors="replace").splitlines()
+    ours = [line for line in lines if line.startswith("verl_fapo:")]
+    console.print(f"[red]the training ended with exit code {status}[/]; {log} says:", highlight=False)
+    console.print("\n".join(ours if status in (2, 130) and ours else lines[-15:]), markup=False, highlight=False)
 
 
 # Small enough for two cores, where SmolLM2 makes 60 to 90 tokens a second. Its judgements are mostly none, so that
@@ -122,7 +137,7 @@ def training(command: list[str], log: IO[bytes]) -> Iterator[subprocess.Popen]:
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 

@@ -12,6 +12,7 @@ summary.json     the counts of the whole run
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -61,19 +62,26 @@ class RunFolder:
         self.root = Path(root).expanduser().absolute()
 
     def open(self, config_yaml: str, *, started_at: float, resumed: bool) -> None:
-        """Make the folder ready. What an earlier run left is moved to ``earlier-N``, unless this run resumes it."""
+        """Make the folder ready, for a run that goes on where an earlier one stopped or for a fresh one."""
         self.root.mkdir(parents=True, exist_ok=True)
-        left = [entry for entry in self.root.iterdir() if not entry.name.startswith("earlier-")]
-        if left and not resumed:
-            number = sum(1 for _ in self.root.glob("earlier-*")) + 1
-            earlier = self.root / f"earlier-{number}"
-            earlier.mkdir()
-            for entry in left:
-                entry.rename(earlier / entry.name)
+        if resumed:
+            # The next line must not be glued to one that was cut off.
+            _replace(self.root / METRICS, map(_dump, self.metrics()))
+        else:
+            self.set_aside()
         for name in (SUMMARY, FAILURE):
             (self.root / name).unlink(missing_ok=True)
         (self.root / STARTED_AT).write_text(f"{started_at}\n")
         (self.root / CONFIG).write_text(config_yaml, encoding="utf-8")
+
+    def set_aside(self) -> None:
+        """Move what an earlier run left to ``earlier-N``."""
+        left = [entry for entry in self.root.glob("*") if not entry.name.startswith("earlier-")]
+        if left:
+            earlier = self.root / f"earlier-{sum(1 for _ in self.root.glob('earlier-*')) + 1}"
+            earlier.mkdir()
+            for entry in left:
+                entry.rename(earlier / entry.name)
 
     def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a step; what is no number is left out."""
@@ -178,12 +186,12 @@ def summarise(
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a JSON-lines file; none if it is not there. A last line that a crash cut off is left out."""
+    """Records of a JSON-lines file; none if it is not there. Lines that a crash or a full disk cut off are left out."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.endswith("\n"):
+            with contextlib.suppress(ValueError):
                 yield json.loads(line)
 
 
