@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from verl_fapo import checks
 from verl_fapo.checks import check_config, check_verl_version
 from verl_fapo.errors import SettingsError, UsageError
 
@@ -41,6 +42,9 @@ MISTAKES = [
     pytest.param(["fapo.judge.model=null"], ["judge.model is not set", "fapo.judge.model=/"], id="no judge"),
     pytest.param(["fapo.judge.model=/nowhere/genrm"], ["/nowhere/genrm", "no such folder"], id="wrong judge path"),
     pytest.param(["fapo.judge.model=nowhere"], ["nowhere", "no such folder"], id="wrong relative judge path"),
+    pytest.param(["fapo.judge.model=~/genrm"], ["~/genrm", "no such folder"], id="veRL expands no home"),
+    pytest.param(["fapo.judge.model=/tmp/"], ["ends with a slash"], id="slash at the end"),
+    pytest.param(["actor_rollout_ref.model.path=null"], ["model.path=None", "expected the path"], id="no policy"),
     pytest.param(["actor_rollout_ref.model.path=/nowhere"], ["actor_rollout_ref.model.path"], id="wrong policy path"),
     pytest.param(["fapo.penalti=1"], ["fapo.penalti", "did you mean fapo.penalty"], id="unknown key"),
     pytest.param(["fapo.judge.modle=x"], ["did you mean fapo.judge.model"], id="unknown key in a group"),
@@ -112,6 +116,53 @@ def test_incomplete_judge_folder_is_refused(good, workshop, tmp_path, damage, sa
     damage(judge)
     with pytest.raises(UsageError, match=said):
         check_config(good(f"fapo.judge.model={judge}"))
+
+
+def test_policy_with_its_tokenizer_and_template_elsewhere_passes(good, workshop, tmp_path):
+    policy = shutil.copytree(workshop / "policy", tmp_path / "policy")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (policy / name).unlink()
+    with pytest.raises(UsageError, match="lacks a tokenizer"):
+        check_config(good(f"actor_rollout_ref.model.path={policy}"))
+    elsewhere = [f"actor_rollout_ref.model.path={policy}", f"actor_rollout_ref.model.tokenizer_path={workshop}/policy"]
+    check_config(good(*elsewhere))
+    (tmp_path / "bare").mkdir()
+    shutil.copy2(workshop / "policy" / "tokenizer.json", tmp_path / "bare")
+    elsewhere[1] = f"actor_rollout_ref.model.tokenizer_path={tmp_path / 'bare'}"
+    with pytest.raises(UsageError, match="no chat template"):
+        check_config(good(*elsewhere))
+    check_config(good(*elsewhere, "actor_rollout_ref.model.custom_chat_template=x"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["[]", "7", "{", ""])
+def test_model_file_that_is_no_json_object_is_refused(good, workshop, tmp_path, name, text):
+    judge = shutil.copytree(workshop / "judge", tmp_path / "judge")
+    (judge / "chat_template.jinja").unlink()
+    (judge / name).write_text(text)
+    with pytest.raises(UsageError):
+        check_config(good(f"fapo.judge.model={judge}"))
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+
+
+def test_on_a_cluster_devices_are_counted_by_ray_and_folders_must_be_absolute(good, cluster, tmp_path):
+    with pytest.raises(UsageError, match=r"trainer.default_local_dir='checkpoints.*' is relative"):
+        check_config(good())
+    absolute = f"trainer.default_local_dir={tmp_path}"
+    with pytest.raises(UsageError, match=r"fapo.run_dir='here' is relative"):
+        check_config(good(absolute, "fapo.run_dir=here"))
+    check_config(good(absolute, "fapo.genrm.replicas=100"))
+
+
+def test_cluster_started_with_ray_start_is_joined_without_an_address(good, monkeypatch):
+    monkeypatch.setattr(checks, "read_ray_address", lambda: "10.0.0.1:6379")
+    with pytest.raises(UsageError, match="is relative"):
+        check_config(good())
+    check_config(good("+ray_kwargs.ray_init.address=local"))
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,18 @@ def test_help_says_what_the_command_does(command):
     assert "Usage:" in result.output
 
 
-def test_report_finishes_a_killed_run_and_shows_its_counts(tmp_path):
+def test_report_shows_a_run_that_is_not_finished_and_finishes_it_only_when_told(tmp_path):
     run = RunFolder(tmp_path)
     run.open("", started_at=1000.0, resumed=False)
-    run.log_metrics(1, {"fapo/accuracy": 0.5, "fapo/judged": 8, "timing_s/step": 3.25})
+    run.log_metrics(1, {"training/global_step": 1, "fapo/accuracy": 0.5, "fapo/judged": 8, "timing_s/step": 3.25})
     values = {"step": 1, "validation": False, "correct": False, "judged": False, "verdict": None}
     RolloutLog(tmp_path).write({"id": "a_0", **values})
     result = CliRunner().invoke(main, ["report", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert "killed" in result.output and "0.500" in result.output
+    assert "not finished" in result.output and "0.500" in result.output
+    assert not (tmp_path / "summary.json").exists()
+    result = CliRunner().invoke(main, ["report", "--finish", str(tmp_path)])
+    assert "killed" in result.output and result.exit_code == 0
     assert json.loads((tmp_path / "summary.json").read_text())["rollouts"] == 1
 
 

@@ -24,7 +24,8 @@ SIGNATURES = [
     ("verl.trainer.ppo.v1.trainer_base:PPOTrainer._rollout_server_managers", ["self"]),
     ("verl.experimental.reward_loop.reward_manager.base:RewardManagerBase.__init__",
      ["self", "config", "tokenizer", "compute_score"]),
-    ("verl.experimental.reward_loop.router.naive_router:NaiveRouter.__init__", ["self", "worker_urls"]),
+    ("verl.experimental.reward_loop.router.naive_router:NaiveRouter.__init__",
+     ["self", "worker_urls", "max_connections"]),
     ("verl.workers.rollout.replica:RolloutReplica.__init__",
      ["self", "replica_rank", "config", "model_config", "gpus_per_node", "is_reward_model", "name_suffix"]),
     ("verl.workers.rollout.replica:RolloutReplica.init_standalone", ["self"]),
@@ -93,6 +94,32 @@ def test_router_can_be_given_workers_later():
     router = NaiveRouter([])
     assert (router.worker_urls, router.request_counts) == ([], {})
     assert router.app is not None
+
+
+def test_verl_makes_the_response_length_the_engines_cap_and_ours_is_the_critiques_length(compose):
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    from verl_fapo.genrm import replica_config
+    from verl_fapo.settings import parse_settings
+
+    source = inspect.getsource(vLLMHttpServer._get_override_generation_config)
+    assert "max_new_tokens=self.config.response_length" in source
+    rollout = compose("+recipe=fapo").reward.reward_model.rollout
+    block = {"judge": {"model": "m", "max_tokens": 9999}, "genrm": {"engine": "sglang", "tensor_parallel": 4}}
+    config = replica_config(rollout, parse_settings(block))
+    assert (config.response_length, config.name, config.tensor_model_parallel_size) == (9999, "sglang", 4)
+
+
+def test_pools_reserve_their_devices_once_when_asked():
+    from verl.single_controller.ray import RayResourcePool, ResourcePoolManager
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    assert "if self.pgs is not None:\n            return self.pgs" in inspect.getsource(
+        RayResourcePool.get_placement_groups
+    )
+    assert "resource_pool_dict" in inspect.getsource(ResourcePoolManager.create_resource_pool)
+    source = inspect.getsource(PPOTrainer._setup)
+    assert source.index("self._init_resource_pool_mgr()") < source.index("create_resource_pool()")
 
 
 def test_replica_has_what_is_needed_to_end_it():

@@ -54,13 +54,13 @@ def test_judge_that_never_answers_stops_the_run_before_it_learns_from_it(train, 
     training = train(
         *external(silent_judge),
         "fapo.judge.timeout_seconds=3",
-        "actor_rollout_ref.rollout.n=8",
-        "trainer.total_training_steps=8",
+        "actor_rollout_ref.rollout.n=16",
         "trainer.val_before_train=false",
     )
     assert training.wait() == 1
     summary = training.run.summary
     assert summary["status"] == "failed"
+    assert summary["steps"] == 0
     assert summary["failure"].startswith("JudgeError: 100% of the last")
     assert summary["failure"] in training.log
     assert summary["unknown"] == summary["judged"] >= 20

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +13,7 @@ import pytest
 from verl_fapo import watchdog as watchdog_module
 from verl_fapo.errors import StalledError
 from verl_fapo.run_folder import RolloutLog, RunFolder
-from verl_fapo.watchdog import FAILURES_UNTIL_DEAD, Watchdog, is_dead
+from verl_fapo.watchdog import FAILURES_UNTIL_DEAD, Watchdog, is_dead, is_gone
 
 
 @pytest.fixture
@@ -46,8 +49,49 @@ def test_server_is_dead_if_it_says_so(health_server, status, dead):
     assert is_dead(health_server.address) is dead
 
 
-def test_closed_port_is_dead(unused_tcp_port):
+def test_closed_port_is_dead_and_gone(unused_tcp_port):
     assert is_dead(f"127.0.0.1:{unused_tcp_port}")
+    assert is_gone(f"127.0.0.1:{unused_tcp_port}")
+
+
+def test_server_that_takes_connections_is_not_gone_whatever_its_health(health_server):
+    health_server.handler.status = 503
+    assert not is_gone(health_server.address)
+
+
+def test_server_that_talks_nonsense_is_dead():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: listener.accept()[0].send(b"nonsense\r\n\r\n"))
+        thread.start()
+        assert is_dead(f"127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+
+
+def test_health_is_asked_past_a_proxy(health_server, unused_tcp_port):
+    code = f"from verl_fapo.watchdog import is_dead; print(is_dead({health_server.address!r}))"
+    environment = {**os.environ, "http_proxy": f"http://127.0.0.1:{unused_tcp_port}", "no_proxy": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_watch_goes_on_after_an_error_of_its_own(run, monkeypatch, caplog):
+    monkeypatch.setattr(watchdog_module, "CHECK_SECONDS", 0.01)
+    looked = threading.Event()
+    looks = []
+
+    def servers():
+        looks.append(1)
+        if len(looks) == 1:
+            raise OSError("stale file handle")
+        looked.set()
+        return []
+
+    watchdog = Watchdog(run, stall_seconds=1000, servers=servers)
+    watchdog.start()
+    assert looked.wait(10)
+    watchdog.stop()
+    watchdog.join(10)
+    assert "stale file handle" in caplog.text
 
 
 def test_server_that_is_slow_is_not_dead(monkeypatch):
@@ -77,5 +121,5 @@ def test_run_without_progress_is_ended_and_one_with_progress_is_not(run):
     time.sleep(0.3)
     with pytest.raises(StalledError, match="no rollout scored and no step ended"):
         watchdog.check()
-    RolloutLog(run.root).write({"id": "a_0"})
+    RolloutLog(run.root).write({"id": "a_0", "judged": False})
     watchdog.check()

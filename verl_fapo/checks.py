@@ -15,6 +15,7 @@ import pyarrow.parquet
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from ray._private.utils import read_ray_address
 
 from verl_fapo.errors import DataError, ModelError, SettingsError
 from verl_fapo.settings import FAPOSettings, read_settings
@@ -31,6 +32,17 @@ LEGACY_KEYS = {
     "custom_reward_function": "reward.custom_reward_function",
     "sandbox_fusion": "reward.sandbox_fusion",
 }
+MODEL_FILES = {
+    "weights": {"config.json": ["config.json"], "weights (*.safetensors or *.bin)": ["*.safetensors", "*.bin"]},
+    "tokenizer": {
+        "a tokenizer (tokenizer.json, tokenizer.model or vocab.json)": [
+            "tokenizer.json",
+            "tokenizer.model",
+            "vocab.json",
+        ]
+    },
+    "chat template": {},
+}
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -45,8 +57,11 @@ def check_config(config: DictConfig) -> FAPOSettings:
     check_trainer(config)
     check_reward(config)
     settings = read_settings(config)
-    check_devices(config, settings)
-    check_model(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
+    if joins_cluster(config):
+        check_folders(config, settings)
+    else:
+        check_devices(config, settings)
+    check_policy(config.actor_rollout_ref.model)
     if settings.genrm.placement == "standalone":
         check_model(settings.judge.model, "fapo.judge.model")
         check_context(config, settings)
@@ -95,10 +110,28 @@ def check_reward(config: DictConfig) -> None:
         )
 
 
+def joins_cluster(config: DictConfig) -> bool:
+    """Whether ``ray.init`` will join a cluster that runs, rather than start its own."""
+    address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
+    return address != "local" and bool(address or read_ray_address())
+
+
+def check_folders(config: DictConfig, settings: FAPOSettings) -> None:
+    """On a cluster each process has a working directory of its own."""
+    folders = {
+        "trainer.default_local_dir": config.trainer.default_local_dir,
+        "fapo.run_dir": settings.run_dir,
+    }
+    for key, path in folders.items():
+        if not Path(path).is_absolute():
+            raise SettingsError(
+                f"{key}={path!r} is relative, but this command joins a Ray cluster, whose processes run in other "
+                "folders; name an absolute path that every node sees"
+            )
+
+
 def check_devices(config: DictConfig, settings: FAPOSettings) -> None:
     """Compare what the pools take with what a Ray started by this command will have."""
-    if OmegaConf.select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS"):
-        return
     devices = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
     if devices is None:
         if not torch.cuda.is_available():
@@ -118,35 +151,44 @@ def check_devices(config: DictConfig, settings: FAPOSettings) -> None:
         )
 
 
-def check_model(path: str, key: str) -> None:
-    """A folder must hold a config, weights, and a tokenizer with a chat template; a hub name must be reachable."""
+def check_policy(model: DictConfig) -> None:
+    """Check the policy's checkpoint, whose tokenizer and chat template may be elsewhere."""
+    parts = {"weights": model.path, "tokenizer": model.tokenizer_path or model.path}
+    for part, path in parts.items():
+        key = "actor_rollout_ref.model." + ("path" if path == model.path else "tokenizer_path")
+        check_model(path, key, parts=(part,))
+    if not model.custom_chat_template:
+        check_model(parts["tokenizer"], key, parts=("chat template",))
+
+
+def check_model(path: str, key: str, *, parts: tuple[str, ...] = ("weights", "tokenizer", "chat template")) -> None:
+    """A folder must hold the parts of a checkpoint; a hub name must be reachable.
+
+    Paths are taken as veRL takes them: ``~`` is not expanded.
+    """
+    if not isinstance(path, str):
+        raise ModelError(f"{key}={path!r}: expected the path of a checkpoint")
     if "://" in path:
         return
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        _check_model_folder(folder, key)
-    elif not HUB_NAME.fullmatch(path) or folder.parent.is_dir():
+    if Path(path).is_dir():
+        if path.endswith("/"):
+            raise ModelError(f"{key}={path!r}: veRL refuses a path that ends with a slash; leave it off")
+        _check_model_folder(Path(path), key, parts)
+    elif not HUB_NAME.fullmatch(path):
         raise ModelError(f"{key}={path!r}: no such folder; name a checkpoint in Hugging Face format")
     elif constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(path, "config.json"), str):
         raise ModelError(f"{key}={path!r}: not in the hub cache, and HF_HUB_OFFLINE is set; download it or unset that")
 
 
-def _check_model_folder(folder: Path, key: str) -> None:
-    needed = {
-        "config.json": ["config.json"],
-        "weights (*.safetensors or *.bin)": ["*.safetensors", "*.bin"],
-        "a tokenizer (tokenizer.json, tokenizer.model or vocab.json)": [
-            "tokenizer.json",
-            "tokenizer.model",
-            "vocab.json",
-        ],
-    }
-    for what, patterns in needed.items():
-        if not any(True for pattern in patterns for _ in folder.glob(pattern)):
-            raise ModelError(f"{key}={str(folder)!r}: the folder lacks {what}; name a whole Hugging Face checkpoint")
-    if not (folder / "chat_template.jinja").exists() and not _read_json(folder / "tokenizer_config.json", key).get(
-        "chat_template"
-    ):
+def _check_model_folder(folder: Path, key: str, parts: tuple[str, ...]) -> None:
+    for part in parts:
+        for what, patterns in MODEL_FILES[part].items():
+            if not any(True for pattern in patterns for _ in folder.glob(pattern)):
+                raise ModelError(
+                    f"{key}={str(folder)!r}: the folder lacks {what}; name a whole Hugging Face checkpoint"
+                )
+    template_needed = "chat template" in parts and not (folder / "chat_template.jinja").exists()
+    if template_needed and not _read_json(folder / "tokenizer_config.json", key).get("chat_template"):
         raise ModelError(
             f"{key}={str(folder)!r}: the tokenizer has no chat template; put one into {folder}/chat_template.jinja"
         )
@@ -154,7 +196,7 @@ def _check_model_folder(folder: Path, key: str) -> None:
 
 def check_context(config: DictConfig, settings: FAPOSettings) -> None:
     """A critique of full length must fit the judge's context, or every request would be refused."""
-    model_config = _read_json(Path(settings.judge.model).expanduser() / "config.json", "fapo.judge.model")
+    model_config = _read_json(Path(settings.judge.model, "config.json"), "fapo.judge.model")
     limits = {
         "max_position_embeddings": model_config.get("max_position_embeddings"),
         "reward.reward_model.rollout.max_model_len": config.reward.reward_model.rollout.max_model_len,
@@ -169,9 +211,10 @@ def check_context(config: DictConfig, settings: FAPOSettings) -> None:
 
 def _read_json(path: Path, key: str) -> Mapping[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as exc:
-        raise ModelError(f"{key}: {path} is no JSON ({exc}); copy the checkpoint again") from exc
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return content | {}
+    except (ValueError, TypeError) as exc:
+        raise ModelError(f"{key}: {path} is no JSON object ({exc}); copy the checkpoint again") from exc
 
 
 def check_data(path: str, key: str, data: DictConfig) -> None:

@@ -68,8 +68,9 @@ def prepare(source: str, file: Path, out: Path, split: str, limit: int | None) -
 
 @main.command()
 @click.argument("run", type=click.Path(path_type=Path))
-def report(run: Path) -> None:
-    """Show what came out of the run in folder RUN, also of one that was killed."""
+@click.option("--finish", is_flag=True, help="First merge the parts of a run that was killed.")
+def report(run: Path, finish: bool) -> None:
+    """Show the run in folder RUN, also one that is under way."""
     from verl_fapo.report import report_run
 
-    report_run(run)
+    report_run(run, finish=finish)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from verl_fapo.answers import last_box
 
@@ -33,7 +33,7 @@ _LAYOUTS = {
 }
 
 
-class UnknownReason(str, Enum):
+class UnknownReason(StrEnum):
     """Why a judgement has no verdict."""
 
     NO_BOX = "no_box"

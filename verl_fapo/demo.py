@@ -19,7 +19,7 @@ from rich.console import Console
 from verl_fapo.data import word_problem_rows, write_parquet
 from verl_fapo.errors import DataError, ModelError
 from verl_fapo.report import print_report
-from verl_fapo.run_folder import RunFolder
+from verl_fapo.run_folder import RunFolder, is_trained
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 STOP_SECONDS = 60.0
@@ -160,7 +160,7 @@ def show_progress(console: Console, process: subprocess.Popen, run: RunFolder, s
 
 def describe(line: dict[str, float], steps: int) -> str:
     """One line of ``metrics.jsonl`` in words."""
-    if line["step"] == 0:
+    if not is_trained(line):
         return "validated before training"
     return (
         f"step {line['step']} of {steps}: {line.get('fapo/accuracy', 0):.0%} right, {line.get('fapo/judged', 0):.0f} "

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ class FAPOCallback(Callback):
             # An ordinary exception would only be a warning to Hydra.
             print(f"verl_fapo: {exc}", file=sys.stderr)
             raise SystemExit(2) from exc
+        except Exception as exc:  # ours to mend, but the run must not start unchecked
+            traceback.print_exc()
+            raise SystemExit(1) from exc
         print(f"verl_fapo: FAPO is active, penalty {settings.penalty:g}; run folder {run.root}", file=sys.stderr)
         self._run = run
         # Also reached by Ctrl-C and SIGTERM, which Hydra does not tell its callbacks of.
@@ -53,13 +57,13 @@ class FAPOCallback(Callback):
         run, self._run = self._run, None
         ray.shutdown()
         try:
-            summary = run.finish(status=status, ended_at=time.time())
+            run.finish(status=status, ended_at=time.time())
         except OSError as exc:
-            print(f"verl_fapo: {status}, but {exc}; then: verl-fapo report {run.root}", file=sys.stderr)
+            print(f"verl_fapo: {status}, but {exc}; then: verl-fapo report --finish {run.root}", file=sys.stderr)
             return
-        print(f"verl_fapo: {status} after {summary['steps']} steps; run folder {run.root}", file=sys.stderr)
-        if summary["failure"]:
-            print(f"verl_fapo: {summary['failure']}", file=sys.stderr)
+        print(f"verl_fapo: {status} after {run.summary['steps']} steps; run folder {run.root}", file=sys.stderr)
+        if run.failure:
+            print(f"verl_fapo: {run.failure}", file=sys.stderr)
 
 
 def exit_on_sigterm_after_ray_init() -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
+import time
 from concurrent.futures import Future
 from threading import Thread
 
+import aiohttp
 import ray
+import uvicorn
+from fastapi import Request
+from fastapi.responses import JSONResponse
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
@@ -22,34 +28,53 @@ logger = logging.getLogger(__name__)
 class GenRMGroup:
     """Serves the judge.
 
-    ``endpoints`` and ``model`` are what its clients need; both are known once :meth:`launch` returns, while the
-    replicas load their weights. With ``placement: external`` nothing is started.
+    ``endpoints`` and ``model`` are what its clients need; both are known once :meth:`start_router` returns, while the
+    replicas are still to come. With ``placement: external`` nothing is started.
     """
 
     def __init__(self, settings: FAPOSettings) -> None:
         self.endpoints = settings.genrm.endpoints
         self.model = settings.judge.model
-        self._settings = settings.genrm
+        self._settings = settings
+        self._model_config: HFModelConfig | None = None
+        self._deadline = math.inf
         self._replicas: list[RolloutReplica] = []
         self._router = None
         self._ready: Future[None] | None = None
 
-    def launch(self, rollout_config: DictConfig) -> None:
-        """Start the router, and begin to start the replicas.
+    def start_router(self, rollout_config: DictConfig) -> None:
+        """Give the judge its address.
 
         Args:
-            rollout_config: ``reward.reward_model.rollout`` of the veRL config, whose engine settings
-                (memory, context, dtype, ...) the replicas take.
+            rollout_config: ``reward.reward_model.rollout`` of the veRL config.
         """
-        if self._settings.placement == "external":
+        if self._settings.genrm.placement == "external":
             return
-        model_config = HFModelConfig(path=self.model)
-        self.model = model_config.local_path
-        self._router = Router.remote()
+        self._model_config = HFModelConfig(path=self.model)
+        self.model = self._model_config.local_path
+        self._router = Router.remote(self._settings.genrm.replicas * rollout_config.max_num_seqs)
         self.endpoints = (ray.get(self._router.start.remote()),)
-        self._replicas = self._make_replicas(rollout_config, model_config)
+
+    def start_replicas(self, rollout_config: DictConfig) -> None:
+        """Begin to start the replicas, with the engine settings (memory, dtype, ...) of ``rollout_config``."""
+        if self._settings.genrm.placement == "external":
+            return
+        self._deadline = time.monotonic() + self._settings.genrm.start_seconds
+        replica_class = get_rollout_replica_class(self._settings.genrm.engine)
+        self._replicas = [
+            replica_class(
+                replica_rank=rank,
+                config=replica_config(rollout_config, self._settings),
+                model_config=self._model_config,
+                gpus_per_node=self._settings.genrm.n_gpus_per_node,
+                is_reward_model=True,
+                name_suffix="fapo",
+            )
+            for rank in range(self._settings.genrm.replicas)
+        ]
         self._ready = Future()
-        Thread(target=self._start_replicas, name="genrm-start", daemon=True).start()
+        # A thread, since veRL waits for devices and servers with blocking calls.
+        Thread(target=self._init_replicas, name="genrm-start", daemon=True).start()
 
     def wait_until_ready(self) -> None:
         """Return when every replica answers.
@@ -60,42 +85,26 @@ class GenRMGroup:
         if self._ready is None:
             return
         try:
-            self._ready.result()
+            self._ready.result(timeout=max(0.0, self._deadline - time.monotonic()))
         except TimeoutError as exc:
             raise GenRMError(
-                f"the GenRM replicas were not ready within {self._settings.start_seconds:g} s; look for their errors "
-                "in Ray's worker logs, or raise fapo.genrm.start_seconds"
+                f"the GenRM replicas were not ready within {self._settings.genrm.start_seconds:g} s: no free devices, "
+                "or an error in Ray's worker logs; else raise fapo.genrm.start_seconds"
             ) from exc
         except Exception as exc:  # veRL and the engines raise what they like when a server does not start
             raise GenRMError(f"a GenRM replica of {self.model} did not start: {exc}") from exc
 
-    def _make_replicas(self, rollout_config: DictConfig, model_config: HFModelConfig) -> list[RolloutReplica]:
-        overrides = {"name": self._settings.engine, "tensor_model_parallel_size": self._settings.tensor_parallel}
-        replica_class = get_rollout_replica_class(self._settings.engine)
-        return [
-            replica_class(
-                replica_rank=rank,
-                config=OmegaConf.merge(rollout_config, overrides),
-                model_config=model_config,
-                gpus_per_node=self._settings.n_gpus_per_node,
-                is_reward_model=True,
-                name_suffix="fapo",
-            )
-            for rank in range(self._settings.replicas)
-        ]
+    def _init_replicas(self) -> None:
+        async def init() -> None:
+            await asyncio.gather(*(replica.init_standalone() for replica in self._replicas))
 
-    def _start_replicas(self) -> None:
         try:
-            asyncio.run(self._init_replicas())
+            asyncio.run(init())
             ray.get(self._router.route_to.remote([f"http://{r.server_address}" for r in self._replicas]))
             logger.warning("GenRM %s: %d replica(s) behind %s", self.model, len(self._replicas), *self.endpoints)
             self._ready.set_result(None)
         except BaseException as exc:  # carried over to wait_until_ready
             self._ready.set_exception(exc)
-
-    async def _init_replicas(self) -> None:
-        async with asyncio.timeout(self._settings.start_seconds):
-            await asyncio.gather(*(replica.init_standalone() for replica in self._replicas))
 
     def stop(self) -> None:
         """End all that was started; may be called again."""
@@ -111,23 +120,40 @@ class GenRMGroup:
         self._replicas = []
 
 
+def replica_config(rollout_config: DictConfig, settings: FAPOSettings) -> DictConfig:
+    """veRL's rollout settings of one GenRM replica."""
+    overrides = {
+        "name": settings.genrm.engine,
+        "tensor_model_parallel_size": settings.genrm.tensor_parallel,
+        # veRL makes this the engine's hard cap, whatever a request asks for.
+        "response_length": settings.judge.max_tokens,
+    }
+    return OmegaConf.merge(rollout_config, overrides)
+
+
 @ray.remote(num_cpus=0)
 class Router:
     """veRL's router in a process that ends with the run.
 
     veRL itself forks it off the trainer, where it holds the trainer's connections open: Ray then does not notice
     that the trainer died, and the command waits for ever.
+
+    Args:
+        max_requests: how many may be under way at once.
     """
+
+    def __init__(self, max_requests: int) -> None:
+        from verl.experimental.reward_loop.router.naive_router import NaiveRouter
+
+        # It gives each worker a quarter of its connections.
+        self._router = NaiveRouter([], max_connections=4 * max_requests)
+        self._router.app.add_exception_handler(aiohttp.ClientResponseError, _pass_status_on)
 
     async def start(self) -> str:
         """Serve on a free port of this node, 503 until there are workers; returns the base URL once it is served."""
-        import uvicorn
-        from verl.experimental.reward_loop.router.naive_router import NaiveRouter
-
         host = ray.util.get_node_ip_address().strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
-        self._router = NaiveRouter([])
         self._server = uvicorn.Server(uvicorn.Config(self._router.app, log_level="warning"))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
@@ -141,3 +167,8 @@ class Router:
         """Send requests to these base URLs from now on."""
         self._router.request_counts = dict.fromkeys(worker_urls, 0)
         self._router.worker_urls = worker_urls
+
+
+async def _pass_status_on(request: Request, error: aiohttp.ClientResponseError) -> JSONResponse:
+    # Without it a prompt that is too long would come back as 500, and be asked again.
+    return JSONResponse({"error": f"the GenRM answered {error.status} {error.message}"}, status_code=error.status)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_fapo.errors import DataError
-from verl_fapo.run_folder import CONFIG, RunFolder
+from verl_fapo.run_folder import STARTED_AT, RunFolder, is_trained
 
 STEP_COLUMNS = {
     "accuracy": "fapo/accuracy",
@@ -21,16 +21,19 @@ STEP_COLUMNS = {
 }
 
 
-def report_run(root: Path) -> None:
-    """Print the report of a run; one that was killed is finished first.
+def report_run(root: Path, *, finish: bool = False) -> None:
+    """Print the report of a run, also of one that is under way.
+
+    Args:
+        finish: first merge the parts of a run that was killed, and write its summary.
 
     Raises:
         DataError: ``root`` is no run folder.
     """
     run = RunFolder(root)
-    if not (run.root / CONFIG).exists():
-        raise DataError(f"{root} is no run folder (no {CONFIG} in it); name the folder that fapo.run_dir named")
-    if run.summary is None:
+    if not (run.root / STARTED_AT).exists():
+        raise DataError(f"{root} is no run folder (no {STARTED_AT} in it); name the folder that fapo.run_dir named")
+    if finish and run.summary is None:
         run.finish(status="killed", ended_at=run.last_change())
     print_report(run, Console())
 
@@ -40,17 +43,16 @@ def print_report(run: RunFolder, console: Console) -> None:
     steps = Table(title="steps")
     for name in ("step", *STEP_COLUMNS):
         steps.add_column(name, justify="right")
-    for line in run.metrics():
-        if line["step"] > 0:
-            steps.add_row(str(line["step"]), *(_cell(line.get(key)) for key in STEP_COLUMNS.values()))
+    for line in filter(is_trained, run.metrics()):
+        steps.add_row(str(line["step"]), *(_cell(line.get(key)) for key in STEP_COLUMNS.values()))
     console.print(steps)
     summary = Table(title="run", show_header=False)
     summary.add_column()
     summary.add_column(justify="right")
-    for key, value in (run.summary or {}).items():
+    for key, value in (run.summary or run.summarise(status="not finished", ended_at=run.last_change())).items():
         summary.add_row(key.replace("_", " "), _cell(value))
     console.print(summary)
-    console.print(f"run folder: {run.root}")
+    console.print(f"run folder: {run.root}", highlight=False)
 
 
 def _cell(value: object) -> str:

@@ -2,7 +2,7 @@
 
 config.yaml      the composed config
 started_at.txt   when the command was started, in seconds since the epoch
-metrics.jsonl    a line a training step (step 0: the validation before it)
+metrics.jsonl    a line a training step, and one for the validation before the first
 parts/*.jsonl    a line a scored rollout, a file per reward worker; merged at the end into
 rollouts.jsonl   a line a scored rollout, without its texts, and
 critiques.jsonl  a line a judged rollout, with them
@@ -22,7 +22,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -36,6 +35,7 @@ CRITIQUES = "critiques.jsonl"
 FAILURE = "failure.txt"
 SUMMARY = "summary.json"
 
+FILES = (CONFIG, STARTED_AT, METRICS, PARTS, ROLLOUTS, CRITIQUES, FAILURE, SUMMARY)
 TEXTS = ("problem", "solution", "ground_truth", "critique")
 
 
@@ -75,13 +75,14 @@ class RunFolder:
         (self.root / CONFIG).write_text(config_yaml, encoding="utf-8")
 
     def set_aside(self) -> None:
-        """Move what an earlier run left to ``earlier-N``."""
-        left = [entry for entry in self.root.glob("*") if not entry.name.startswith("earlier-")]
+        """Move what an earlier run left to ``earlier-N``; what is not a run's stays."""
+        left = [self.root / name for name in FILES if (self.root / name).exists()]
         if left:
-            earlier = self.root / f"earlier-{sum(1 for _ in self.root.glob('earlier-*')) + 1}"
+            numbers = [int(path.name[8:]) for path in self.root.glob("earlier-*") if path.name[8:].isdigit()]
+            earlier = self.root / f"earlier-{max(numbers, default=0) + 1}"
             earlier.mkdir()
-            for entry in left:
-                entry.rename(earlier / entry.name)
+            for path in left:
+                path.rename(earlier / path.name)
 
     def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a step; what is no number is left out."""
@@ -105,33 +106,35 @@ class RunFolder:
         return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The logged steps; a step that was repeated after a resume counts as its last line."""
-        return list({line["step"]: line for line in _read(self.root / METRICS)}.values())
+        """The logged steps. Of a step that was logged again, after a resume, each metric's last value counts."""
+        steps: dict[int, dict[str, Any]] = {}
+        for line in _read(self.root / METRICS):
+            steps.setdefault(line["step"], {}).update(line)
+        return list(steps.values())
 
     def scored(self) -> Iterator[dict[str, Any]]:
         """All scored rollouts, merged or not, each once, without their texts."""
-        seen = set()
-        for record in chain(_read(self.root / ROLLOUTS), self._parts()):
-            if record["id"] not in seen:
-                seen.add(record["id"])
-                yield {key: value for key, value in record.items() if key not in TEXTS}
+        for record in self._latest(ROLLOUTS):
+            yield {key: value for key, value in record.items() if key not in TEXTS}
 
-    def finish(self, *, status: str, ended_at: float) -> dict[str, Any]:
-        """Merge the parts and write ``summary.json``; returns what is in it. May be called again.
+    def summarise(self, *, status: str, ended_at: float) -> dict[str, Any]:
+        """What :meth:`finish` would write."""
+        started_at = float((self.root / STARTED_AT).read_text())
+        return {
+            "status": status,
+            "failure": self.failure,
+            **count(self.metrics(), self.scored(), started_at=started_at, ended_at=max(started_at, ended_at)),
+        }
+
+    def finish(self, *, status: str, ended_at: float) -> None:
+        """Merge the parts and write ``summary.json``; for a run that has ended. May be called again.
 
         Args:
             status: ``completed``, ``failed``, ``interrupted`` or ``killed``.
             ended_at: in seconds since the epoch.
         """
         self._merge()
-        started_at = float((self.root / STARTED_AT).read_text())
-        summary = {
-            "status": status,
-            "failure": self.failure,
-            **summarise(self.metrics(), self.scored(), started_at=started_at, ended_at=ended_at),
-        }
-        _replace(self.root / SUMMARY, [json.dumps(summary, indent=2)])
-        return summary
+        _replace(self.root / SUMMARY, [json.dumps(self.summarise(status=status, ended_at=ended_at), indent=2)])
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -143,22 +146,31 @@ class RunFolder:
         for path in sorted((self.root / PARTS).glob("*.jsonl")):
             yield from _read(path)
 
+    def _latest(self, merged: str) -> Iterator[dict[str, Any]]:
+        """Records of a merged file and of the parts; of an id that was scored again, after a resume, the last one."""
+        times: dict[str, float] = {}
+        for record in self._parts():
+            times[record["id"]] = max(record["time"], times.get(record["id"], 0.0))
+        yield from (record for record in _read(self.root / merged) if record["id"] not in times)
+        for record in self._parts():
+            if times.get(record["id"]) == record["time"]:
+                del times[record["id"]]
+                yield record
+
     def _merge(self) -> None:
-        # Each file is replaced whole and parts go last, so that a merge cut off anywhere can be done again.
-        judged = {line["id"]: None for line in _read(self.root / CRITIQUES)}
-        new = (record for record in self._parts() if record["judged"] and record["id"] not in judged)
-        _replace(self.root / CRITIQUES, map(_dump, chain(_read(self.root / CRITIQUES), new)))
+        # Each file is replaced whole and the parts go last, so that a merge cut off anywhere can be done again.
+        _replace(self.root / CRITIQUES, (_dump(record) for record in self._latest(CRITIQUES) if record["judged"]))
         _replace(self.root / ROLLOUTS, map(_dump, self.scored()))
         shutil.rmtree(self.root / PARTS, ignore_errors=True)
 
 
-def summarise(
+def count(
     metrics: list[dict[str, Any]], scored: Iterable[dict[str, Any]], *, started_at: float, ended_at: float
 ) -> dict[str, Any]:
     """Counts over the lines of ``metrics.jsonl`` and ``rollouts.jsonl``.
 
-    The accuracies are those of the first and of the last validation. The other counts, but for
-    ``validation_rollouts``, are of the training rollouts alone.
+    All that was scored counts, also in steps that a resumed run did again. The accuracies are those of the first and
+    of the last validation; the other counts, but for ``validation_rollouts``, are of the training rollouts alone.
     """
     counts = Counter(rollouts=0, correct=0, judged=0, flawed=0, unknown=0)
     validations: dict[int, list[bool]] = {}
@@ -175,7 +187,7 @@ def summarise(
         counts["unknown"] += rollout["verdict"] == "unknown"
     accuracies = [sum(validations[step]) / len(validations[step]) for step in sorted(validations)]
     return {
-        "steps": sum(line["step"] > 0 for line in metrics),
+        "steps": sum(map(is_trained, metrics)),
         **counts,
         "validation_rollouts": sum(map(len, validations.values())),
         "accuracy_before": accuracies[0] if accuracies else None,
@@ -183,6 +195,11 @@ def summarise(
         "seconds_total": round(ended_at - started_at, 1),
         "seconds_to_first_rollout": round(first_time - started_at, 1) if math.isfinite(first_time) else None,
     }
+
+
+def is_trained(line: Mapping[str, Any]) -> bool:
+    """Whether a line of ``metrics.jsonl`` is of a training step, and not of the validation before one."""
+    return "training/global_step" in line
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:

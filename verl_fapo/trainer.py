@@ -33,7 +33,11 @@ class FAPOTrainer:
         self.genrm = GenRMGroup(settings)
         self.judge_health = JudgeHealth(settings.judge.max_unknown_rate)
         self.watchdog = Watchdog(
-            self.run_folder, stall_seconds=settings.stall_seconds, servers=self._rollout_server_addresses
+            self.run_folder,
+            stall_seconds=settings.stall_seconds,
+            servers=self._rollout_server_addresses,
+            # SGLang answers /health by generating, which must not happen while its weights are away.
+            ask_health=config.actor_rollout_ref.rollout.name == "vllm",
         )
         self._step_extras: list[dict[str, float]] = []
         self._training = False
@@ -48,7 +52,7 @@ class FAPOTrainer:
     def _setup(self) -> None:
         self.watchdog.start()
         with self._failure_noted():
-            self.genrm.launch(self.config.reward.reward_model.rollout)
+            self.genrm.start_router(self.config.reward.reward_model.rollout)
             with open_dict(self.config):
                 # From here on the judge is an address, to the reward workers that the next line starts.
                 self.config.fapo.judge.model = self.genrm.model
@@ -56,6 +60,21 @@ class FAPOTrainer:
                 self.config.fapo.genrm.endpoints = list(self.genrm.endpoints)
             super()._setup()
             self.genrm.wait_until_ready()
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        manager = self.resource_pool_manager
+        create_pools = manager.create_resource_pool
+
+        def create_pools_and_start_genrm() -> None:
+            create_pools()
+            # The trainer's devices must lie together; the GenRM's replicas take theirs from what is left, and load
+            # their weights while the trainer's workers do.
+            for pool in manager.resource_pool_dict.values():
+                pool.get_placement_groups(device_name=self.config.trainer.device)
+            self.genrm.start_replicas(self.config.reward.reward_model.rollout)
+
+        manager.create_resource_pool = create_pools_and_start_genrm
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
+import socket
 import threading
 import time
 import urllib.error
@@ -16,6 +18,8 @@ from verl_fapo.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+# Servers of the run are never behind the proxy that the environment may name.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 CHECK_SECONDS = 5.0
 FAILURES_UNTIL_DEAD = 3
 
@@ -27,13 +31,17 @@ class Watchdog(threading.Thread):
         run: the folder whose progress counts, and where the cause of death is written.
         stall_seconds: longest time without progress.
         servers: asked each time; ``host:port`` of the rollout servers that the run can not do without.
+        ask_health: ask their ``/health``; otherwise only whether they take connections.
     """
 
-    def __init__(self, run: RunFolder, *, stall_seconds: float, servers: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self, run: RunFolder, *, stall_seconds: float, servers: Callable[[], Iterable[str]], ask_health: bool = True
+    ) -> None:
         super().__init__(name="fapo-watchdog", daemon=True)
         self._run = run
         self._stall_seconds = stall_seconds
         self._servers = servers
+        self._is_dead = is_dead if ask_health else is_gone
         self._failures: Counter[str] = Counter()
         self._started_at = time.time()
         self._stopped = threading.Event()
@@ -47,6 +55,8 @@ class Watchdog(threading.Thread):
                 self._run.fail(f"{type(exc).__name__}: {exc}")
                 # The main thread may sit in a call that never returns; Ray ends this process's actors with it.
                 os._exit(1)
+            except Exception:  # a disk or a server that hiccups must not end the watch
+                logger.exception("the watchdog goes on after")
 
     def check(self) -> None:
         """One look.
@@ -55,7 +65,7 @@ class Watchdog(threading.Thread):
             StalledError: a server says of itself that it is dead, or is gone; or there is no progress.
         """
         for server in self._servers():
-            self._failures[server] = self._failures[server] + 1 if is_dead(server) else 0
+            self._failures[server] = self._failures[server] + 1 if self._is_dead(server) else 0
             if self._failures[server] >= FAILURES_UNTIL_DEAD:
                 raise StalledError(f"the rollout server at {server} died; its error is in Ray's worker logs")
         idle = time.time() - max(self._started_at, self._run.last_change())
@@ -73,7 +83,7 @@ class Watchdog(threading.Thread):
 def is_dead(server: str) -> bool:
     """True if ``host:port`` refuses connections or its ``/health`` is an error; slow is not dead."""
     try:
-        with urllib.request.urlopen(f"http://{server}/health", timeout=CHECK_SECONDS):
+        with DIRECT.open(f"http://{server}/health", timeout=CHECK_SECONDS):
             return False
     except urllib.error.HTTPError as exc:
         return exc.code >= 500
@@ -81,5 +91,17 @@ def is_dead(server: str) -> bool:
         return isinstance(exc.reason, ConnectionError)
     except TimeoutError:
         return False
+    except (OSError, http.client.HTTPException):
+        return True
+
+
+def is_gone(server: str) -> bool:
+    """True if ``host:port`` refuses connections."""
+    host, _, port = server.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CHECK_SECONDS).close()
+    except TimeoutError:
+        return False
     except OSError:
         return True
+    return False

@@ -114,6 +114,18 @@ async def test_row_without_a_question_is_judged_by_its_prompt(manager, tokenizer
     assert [question["problem"] for question in judge.asked] == ["What is 3 + 4? Box it."]
 
 
+async def test_full_disk_changes_no_reward(manager, tokenizer, monkeypatch, caplog):
+    manager._judge = FakeJudge(Verdict(index=0))
+    monkeypatch.setattr(manager._log, "write", full_disk)
+    result = await manager.run_single(batch(tokenizer, RIGHT))
+    assert (result["reward_score"], result["reward_extra_info"]["flawed"]) == (0.0, 1.0)
+    assert "could not record rollout abc_3" in caplog.text
+
+
+def full_disk(record: dict) -> None:
+    raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize("row", [{"reward_model": None}, {"raw_prompt": None, "extra_info": None}])
 async def test_broken_row_is_unknown_and_no_exception(manager, tokenizer, row, caplog):
     manager._judge = FakeJudge(Verdict(index=-1))

@@ -94,7 +94,10 @@ class FAPORewardManager(RewardManagerBase):
             penalty=self._settings.penalty,
             on_unknown=self._settings.judge.on_unknown,
         )
-        await asyncio.to_thread(self._log.write, record(rollout, verification, judged, judgement, reward))
+        try:
+            await asyncio.to_thread(self._log.write, record(rollout, verification, judged, judgement, reward))
+        except OSError:  # a full disk is no reason for another reward
+            logger.exception("verl_fapo could not record rollout %s", rollout.id)
         return {
             "reward_score": reward,
             "reward_extra_info": extras(verification.correct, judged=judged, judgement=judgement),
