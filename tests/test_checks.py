@@ -42,7 +42,7 @@ MISTAKES = [
     pytest.param(["fapo.judge.model=null"], ["judge.model is not set", "fapo.judge.model=/"], id="no judge"),
     pytest.param(["fapo.judge.model=/nowhere/genrm"], ["/nowhere/genrm", "no such folder"], id="wrong judge path"),
     pytest.param(["fapo.judge.model=nowhere"], ["nowhere", "no such folder"], id="wrong relative judge path"),
-    pytest.param(["fapo.judge.model=~/genrm"], ["~/genrm", "no such folder"], id="veRL expands no home"),
+    pytest.param(["fapo.judge.model='~/genrm'"], ["~/genrm", "no such folder"], id="veRL expands no home"),
     pytest.param(["fapo.judge.model=/tmp/"], ["ends with a slash"], id="slash at the end"),
     pytest.param(["actor_rollout_ref.model.path=null"], ["model.path=None", "expected the path"], id="no policy"),
     pytest.param(["actor_rollout_ref.model.path=/nowhere"], ["actor_rollout_ref.model.path"], id="wrong policy path"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -97,13 +98,13 @@ def test_router_can_be_given_workers_later():
 
 
 def test_verl_makes_the_response_length_the_engines_cap_and_ours_is_the_critiques_length(compose):
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+    import verl
 
     from verl_fapo.genrm import replica_config
     from verl_fapo.settings import parse_settings
 
-    source = inspect.getsource(vLLMHttpServer._get_override_generation_config)
-    assert "max_new_tokens=self.config.response_length" in source
+    server = Path(verl.__file__).parent / "workers" / "rollout" / "vllm_rollout" / "vllm_async_server.py"
+    assert "max_new_tokens=self.config.response_length" in server.read_text()
     rollout = compose("+recipe=fapo").reward.reward_model.rollout
     block = {"judge": {"model": "m", "max_tokens": 9999}, "genrm": {"engine": "sglang", "tensor_parallel": 4}}
     config = replica_config(rollout, parse_settings(block))

@@ -61,7 +61,12 @@ def test_server_that_takes_connections_is_not_gone_whatever_its_health(health_se
 
 def test_server_that_talks_nonsense_is_dead():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=lambda: listener.accept()[0].send(b"nonsense\r\n\r\n"))
+
+        def talk() -> None:
+            with listener.accept()[0] as connection:
+                connection.send(b"nonsense\r\n\r\n")
+
+        thread = threading.Thread(target=talk)
         thread.start()
         assert is_dead(f"127.0.0.1:{listener.getsockname()[1]}")
         thread.join()
