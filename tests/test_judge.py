@@ -64,6 +64,10 @@ async def cut(request: web.Request) -> web.Response:
     return web.Response()
 
 
+def redirect(request: web.Request) -> web.Response:
+    return web.Response(status=307, headers={"Location": str(request.url)})
+
+
 def status(code: int, text: str = "no"):
     return lambda request: web.Response(status=code, text=text)
 
@@ -86,7 +90,9 @@ CASES = [
     pytest.param([status(429), says("\\boxed{0}")], "flawed", 0, None, 2, id="too many, then an answer"),
     pytest.param([cut, says("\\boxed{0}")], "flawed", 0, None, 2, id="connection cut, then an answer"),
     pytest.param([status(400, "too long")], "unknown", None, UnknownReason.REFUSED, 1, id="refused is not repeated"),
-    pytest.param([status(302)], "unknown", None, UnknownReason.REFUSED, 1, id="redirects are not followed"),
+    pytest.param(
+        [redirect, says("\\boxed{-1}")], "unknown", None, UnknownReason.REFUSED, 1, id="redirects are not followed"
+    ),
     pytest.param([status(500)], "unknown", None, UnknownReason.UNREACHABLE, 4, id="always an error"),
     pytest.param([hang], "unknown", None, UnknownReason.TIMEOUT, 1, id="never an answer"),
     pytest.param([status(200, "hello")], "unknown", None, UnknownReason.UNREACHABLE, 1, id="no JSON"),
