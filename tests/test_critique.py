@@ -51,5 +51,10 @@ def test_solution_that_imitates_a_tag_makes_no_paragraph():
     assert "also fine" in prompt
 
 
+def test_prompt_of_a_degenerate_solution_takes_linear_time():
+    for text in ("<" + " " * 1_000_000, "< / " * 250_000, "<" * 1_000_000):
+        assert len(judge_prompt("p", "3", [text])) >= len(text)
+
+
 def test_raw_prompt_leaves_the_solution_as_it_is():
     assert "one\n\ntwo" in judge_prompt("p", "3", ["one", "two"], template="raw")

@@ -18,7 +18,7 @@ def test_shares_are_over_the_rollouts_and_over_the_judged():
         "fapo/judged": 4.0,
         "fapo/flawed": 2.0,
         "fapo/unknown": 1.0,
-        "fapo/flawed_rate": 0.5,
+        "fapo/flawed_rate": 2 / 3,
         "fapo/unknown_rate": 0.25,
         "fapo/judge_seconds": 2.0,
     }
@@ -27,6 +27,7 @@ def test_shares_are_over_the_rollouts_and_over_the_judged():
 def test_share_of_nothing_is_left_out():
     assert step_metrics([]) == {}
     assert "fapo/flawed_rate" not in step_metrics(extras(3, judged=0.0))
+    assert "fapo/flawed_rate" not in step_metrics(extras(3, unknown=1.0))
 
 
 def test_too_many_unknown_verdicts_stop_the_run():

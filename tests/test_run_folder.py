@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from tests.conftest import read_lines
+from verl_fapo.errors import DataError
 from verl_fapo.run_folder import RolloutLog, RunFolder, count
 
 
@@ -127,6 +131,60 @@ def test_rollout_that_was_scored_again_counts_as_its_last_record(run):
     critiques = {line["id"]: line["verdict"] for line in read_lines(run.root / "critiques.jsonl")}
     assert critiques == {"a_0": "clean", "b_0": "unknown"}
     assert len(read_lines(run.root / "critiques.jsonl")) == run.summary["judged"] == 2
+
+
+def test_run_folder_that_holds_somebody_elses_files_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("mine: 1\n")
+    with pytest.raises(DataError, match=r"config.yaml is there but is not of a run"):
+        RunFolder(tmp_path).open("", started_at=1000.0, resumed=False)
+    assert (tmp_path / "config.yaml").read_text() == "mine: 1\n"
+
+
+def test_two_runs_do_not_share_a_folder(run):
+    with run.locked(), pytest.raises(DataError, match="another run writes to"), RunFolder(run.root).locked():
+        pass
+    with RunFolder(run.root).locked():
+        pass
+
+
+def test_worker_that_writes_during_a_merge_loses_nothing(run):
+    logs = [RolloutLog(run.root) for _ in range(3)]
+    stop = threading.Event()
+
+    def write(log: RolloutLog, name: str) -> int:
+        number = 0
+        while not stop.is_set() or number < 50:
+            log.write(rollout(f"{name}{number}_0"))
+            number += 1
+            time.sleep(0.001)
+        return number
+
+    with ThreadPoolExecutor() as pool:
+        written = [pool.submit(write, log, name) for log, name in zip(logs, "abc", strict=True)]
+        for _ in range(5):
+            run.finish(status="interrupted", ended_at=1060.0)
+        stop.set()
+    total = sum(future.result() for future in written)
+    run.finish(status="completed", ended_at=1060.0)
+    assert run.summary["judged"] == len(read_lines(run.root / "critiques.jsonl")) == total >= 150
+    assert not (run.root / "parts").exists()
+
+
+GARBAGE = [b"7\n", b"null\n", b"{}\n", b"[" * 100_000 + b"\n", b"\xff\xfe\n", b'{"step": 1, "x']
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=repr)
+def test_line_that_is_no_record_is_left_out_and_the_next_one_is_kept(run, garbage):
+    log = RolloutLog(run.root)
+    log.write(rollout("a_0"))
+    (part,) = (run.root / "parts").iterdir()
+    for path in (part, run.root / "metrics.jsonl"):
+        with path.open("ab") as file:
+            file.write(garbage)
+    log.write(rollout("b_0"))
+    run.log_metrics(2, {"training/global_step": 2})
+    run.finish(status="completed", ended_at=1060.0)
+    assert (run.summary["rollouts"], run.summary["steps"]) == (2, 1)
 
 
 def test_files_that_are_not_a_runs_stay_and_earlier_runs_are_never_overwritten(run):

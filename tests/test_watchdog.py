@@ -79,6 +79,31 @@ def test_health_is_asked_past_a_proxy(health_server, unused_tcp_port):
     assert done.stdout.strip() == "False", done.stderr
 
 
+def test_process_ends_even_if_the_cause_can_not_be_written(tmp_path):
+    code = """
+import sys
+from verl_fapo import watchdog
+from verl_fapo.run_folder import RunFolder
+watchdog.CHECK_SECONDS = 0.05
+run = RunFolder(sys.argv[1])
+run.fail = lambda cause: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+watchdog.Watchdog(run, stall_seconds=0.0, servers=list).start()
+import time; time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=30)
+    assert done.returncode == 1
+
+
+def test_stall_is_noticed_even_if_the_servers_can_not_be_asked(run):
+    def servers():
+        raise OSError("no route")
+
+    watchdog = Watchdog(run, stall_seconds=0.1, servers=servers)
+    time.sleep(0.2)
+    with pytest.raises(StalledError, match="no rollout scored"):
+        watchdog.check()
+
+
 def test_watch_goes_on_after_an_error_of_its_own(run, monkeypatch, caplog):
     monkeypatch.setattr(watchdog_module, "CHECK_SECONDS", 0.01)
     looked = threading.Event()

@@ -8,8 +8,10 @@ from fractions import Fraction
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"(?<!\\)[{}]")
-# LaTeX's spaces, and every blank but one between two digits: "1 2" is not 12.
-_BLANK = re.compile(r"\\[ ,;!]|(?<!\d)\s+|\s+(?!\d)")
+_THIN_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3})")
+_SPACES = re.compile(r"(?:\s|\\[ ,;:!])+")
+# All but one between two digits: "1 2" is not 12.
+_BLANK = re.compile(r"(?<!\d) | (?!\d)")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\{(\d{1,100})\}\{(\d{1,100})\}")
 _NUMBER = re.compile(r"[+-]?(\d{1,100}(\.\d{0,100})?|\.\d{1,100})(/\d{1,100})?")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3}){1,30}(\.\d{0,100})?")
@@ -52,7 +54,8 @@ def last_box(text: str) -> str | None:
 
 def _value(text: str) -> Fraction | str:
     """The number a text spells, or the text itself in a canonical spelling."""
-    text = _BLANK.sub("", text.replace("\\$", "").replace("$", "")).rstrip(".")
+    text = _SPACES.sub(" ", _THIN_THOUSANDS.sub("", text.replace("\\$", "").replace("$", "")))
+    text = _BLANK.sub("", text).rstrip(".")
     fraction = _FRACTION.fullmatch(text)
     if fraction and int(fraction[3]):
         return Fraction(int(fraction[1] + fraction[2]), int(fraction[3]))

@@ -43,6 +43,13 @@ MODEL_FILES = {
     },
     "chat template": {},
 }
+ANSWER_KINDS = (
+    pyarrow.types.is_string,
+    pyarrow.types.is_large_string,
+    pyarrow.types.is_integer,
+    pyarrow.types.is_floating,
+    pyarrow.types.is_dictionary,
+)
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -61,12 +68,13 @@ def check_config(config: DictConfig) -> FAPOSettings:
         check_folders(config, settings)
     else:
         check_devices(config, settings)
+    check_sizes(config)
     check_policy(config.actor_rollout_ref.model)
     if settings.genrm.placement == "standalone":
         check_model(settings.judge.model, "fapo.judge.model")
         check_context(config, settings)
     for key in ("train_files", "val_files"):
-        for path in _paths(config.data[key]):
+        for path in _paths(config.data[key], f"data.{key}"):
             check_data(path, f"data.{key}", config.data)
     return settings
 
@@ -132,6 +140,9 @@ def check_folders(config: DictConfig, settings: FAPOSettings) -> None:
 
 def check_devices(config: DictConfig, settings: FAPOSettings) -> None:
     """Compare what the pools take with what a Ray started by this command will have."""
+    for key in ("nnodes", "n_gpus_per_node"):
+        if not isinstance(config.trainer[key], int) or config.trainer[key] < 1:
+            raise SettingsError(f"trainer.{key}={config.trainer[key]!r}: expected a whole number above 0")
     devices = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
     if devices is None:
         if not torch.cuda.is_available():
@@ -148,6 +159,26 @@ def check_devices(config: DictConfig, settings: FAPOSettings) -> None:
             f"{needed} devices are needed ({shares}) but Ray will have {devices:g}; use fewer in "
             "trainer.n_gpus_per_node or fapo.genrm.replicas, or on a CPU set "
             f"ray_kwargs.ray_init.num_gpus={needed}"
+        )
+
+
+def check_sizes(config: DictConfig) -> None:
+    """What veRL finds out only after the first rollouts, or cuts without a word."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node // actor.ulysses_sequence_parallel_size
+    if actor.strategy.startswith("fsdp") and (actor.ppo_mini_batch_size * rollout.n) % max(devices, 1):
+        raise SettingsError(
+            f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} times rollout.n={rollout.n} must be divisible by "
+            f"the trainer's {devices} data-parallel devices; change one of the three"
+        )
+    model = config.actor_rollout_ref.model
+    context = _read_json(Path(model.path, "config.json"), "actor_rollout_ref.model.path").get("max_position_embeddings")
+    context = model.override_config.get("max_position_embeddings", context)
+    needed = config.data.max_prompt_length + config.data.max_response_length
+    if isinstance(context, int) and needed > context:
+        raise SettingsError(
+            f"data.max_prompt_length + data.max_response_length = {needed} is more than the policy's context "
+            f"(max_position_embeddings={context}), and answers would be cut without a word; lower them"
         )
 
 
@@ -187,6 +218,8 @@ def _check_model_folder(folder: Path, key: str, parts: tuple[str, ...]) -> None:
                 raise ModelError(
                     f"{key}={str(folder)!r}: the folder lacks {what}; name a whole Hugging Face checkpoint"
                 )
+    if "weights" in parts:
+        _read_json(folder / "config.json", key)
     template_needed = "chat template" in parts and not (folder / "chat_template.jinja").exists()
     if template_needed and not _read_json(folder / "tokenizer_config.json", key).get("chat_template"):
         raise ModelError(
@@ -197,12 +230,14 @@ def _check_model_folder(folder: Path, key: str, parts: tuple[str, ...]) -> None:
 def check_context(config: DictConfig, settings: FAPOSettings) -> None:
     """A critique of full length must fit the judge's context, or every request would be refused."""
     model_config = _read_json(Path(settings.judge.model, "config.json"), "fapo.judge.model")
+    text_config = model_config.get("text_config")
+    text_config = text_config if isinstance(text_config, dict) else model_config
     limits = {
-        "max_position_embeddings": model_config.get("max_position_embeddings"),
+        "max_position_embeddings": text_config.get("max_position_embeddings"),
         "reward.reward_model.rollout.max_model_len": config.reward.reward_model.rollout.max_model_len,
     }
     for name, limit in limits.items():
-        if limit is not None and settings.judge.max_tokens >= limit:
+        if isinstance(limit, int) and settings.judge.max_tokens >= limit:
             raise SettingsError(
                 f"fapo.judge.max_tokens={settings.judge.max_tokens} leaves no room for a prompt in the judge's context "
                 f"({name}={limit}); lower fapo.judge.max_tokens"
@@ -213,7 +248,7 @@ def _read_json(path: Path, key: str) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return content | {}
-    except (ValueError, TypeError) as exc:
+    except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise ModelError(f"{key}: {path} is no JSON object ({exc}); copy the checkpoint again") from exc
 
 
@@ -221,29 +256,37 @@ def check_data(path: str, key: str, data: DictConfig) -> None:
     """A file must hold ``prompt``, ``data_source`` and ``reward_model.ground_truth``."""
     if "://" in path:
         return
-    if not Path(path).expanduser().exists():
+    if not Path(path).expanduser().is_file():
         raise DataError(f"{key}={path!r}: no such file")
     if not path.endswith(".parquet"):
         return
     try:
-        schema = pyarrow.parquet.read_schema(Path(path).expanduser())
+        metadata = pyarrow.parquet.read_metadata(Path(path).expanduser())
     except (pyarrow.ArrowException, OSError) as exc:
-        raise DataError(f"{key}={path!r}: no readable parquet file ({exc})") from exc
+        reason = str(exc).splitlines()[0]
+        raise DataError(f"{key}={path!r}: no readable parquet file ({reason})") from exc
+    schema = metadata.schema.to_arrow_schema()
+    if not metadata.num_rows:
+        raise DataError(f"{key}={path!r}: the file has no rows")
     for column in (data.prompt_key, data.reward_fn_key, "reward_model"):
         if column not in schema.names:
             raise DataError(f"{key}={path!r}: no column {column!r}; the file has {', '.join(schema.names)}")
     if not _has_field(schema.field("reward_model").type, "ground_truth"):
         raise DataError(f"{key}={path!r}: column 'reward_model' has no field 'ground_truth', the reference answer")
+    kind = schema.field("reward_model").type.field("ground_truth").type
+    if not any(is_kind(kind) for is_kind in ANSWER_KINDS):
+        raise DataError(f"{key}={path!r}: reward_model.ground_truth is {kind}, expected text or a number")
 
 
 def _has_field(kind: pyarrow.DataType, name: str) -> bool:
     return pyarrow.types.is_struct(kind) and kind.get_field_index(name) >= 0
 
 
-def _paths(files: str | ListConfig | None) -> list[str]:
-    if files is None:
-        return []
-    return [files] if isinstance(files, str) else list(files)
+def _paths(files: Any, key: str) -> list[str]:
+    paths = list(files) if isinstance(files, ListConfig) else [files]
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        raise DataError(f"{key}={paths if paths else '[]'}: expected the path of a file, or a list of paths")
+    return paths
 
 
 def _leaves(config: Any, roots: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:

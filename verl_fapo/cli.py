@@ -18,6 +18,9 @@ class _Command(click.Group):
         except (UsageError, RunError) as exc:
             click.echo(f"verl-fapo: {exc}", err=True)
             context.exit(2 if isinstance(exc, UsageError) else 1)
+        except OSError as exc:
+            click.echo(f"verl-fapo: {exc}", err=True)
+            context.exit(2)
 
 
 @click.group(cls=_Command, context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,7 +9,7 @@ from enum import StrEnum
 from verl_fapo.answers import last_box
 
 _INTEGER = re.compile(r"-?\d{1,9}")
-_IMITATED_TAG = re.compile(r"<(?=\s*/?\s*paragraph_)", re.IGNORECASE)
+_IMITATED_TAG = re.compile(r"<(?=[\s/]*+paragraph_)", re.IGNORECASE)
 
 _TASK = """\
 Here are a problem, its reference answer, and a solution to check. {layout}

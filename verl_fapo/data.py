@@ -56,14 +56,17 @@ def gsm8k_rows(path: Path, *, split: str, limit: int | None = None) -> Iterator[
         with opener(path, "rt", encoding="utf-8") as file:
             for index, line in enumerate(islice(file, limit)):
                 yield _gsm8k_row(line, split=split, index=index)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (OSError, EOFError, ValueError, LookupError, TypeError, RecursionError) as exc:
         raise DataError(f"{path} is no GSM8K file: line with 'question' and 'answer' expected ({exc!r})") from exc
 
 
 def _gsm8k_row(line: str, *, split: str, index: int) -> dict[str, Any]:
     item = json.loads(line)
-    answer = item["answer"].rpartition("####")[2].strip().replace(",", "")
-    return problem_row(item["question"], answer, data_source="gsm8k", split=split, index=index)
+    question, (_, mark, answer) = item["question"], str(item["answer"]).rpartition("####")
+    answer = answer.strip().replace(",", "")
+    if not isinstance(question, str) or not question or not mark or not answer:
+        raise ValueError(f"line {index + 1} has no question, or no answer after ####")
+    return problem_row(question, answer, data_source="gsm8k", split=split, index=index)
 
 
 def word_problem_rows(num: int, *, seed: int, split: str, num_examples: int = 2) -> Iterator[dict[str, Any]]:
@@ -91,11 +94,16 @@ SOURCES = {"gsm8k": gsm8k_rows}
 
 def write_parquet(rows: Iterable[dict[str, Any]], path: Path) -> int:
     """Write rows, whole or not at all; returns how many."""
-    temporary = path.with_name(path.name + ".new")
-    path.parent.mkdir(parents=True, exist_ok=True)
     table = pyarrow.Table.from_pylist(list(rows))
-    pyarrow.parquet.write_table(table, temporary)
-    temporary.replace(path)
+    if not len(table):
+        raise DataError(f"no rows for {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".new")
+    try:
+        pyarrow.parquet.write_table(table, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return len(table)
 
 

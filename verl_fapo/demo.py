@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from rich.console import Console
+from rich.markup import escape
 
 from verl_fapo.data import word_problem_rows, write_parquet
 from verl_fapo.errors import DataError, ModelError
@@ -55,7 +56,7 @@ def run_demo(options: DemoOptions) -> int:
     run, log = RunFolder(out / "fapo"), out / "train.log"
     run.set_aside()
     judge = options.judge or model
-    console.print(f"policy: {model}\njudge: {judge}\nproblems: {train}\nlog: {log}", highlight=False)
+    console.print(f"policy: {model}\njudge: {judge}\nproblems: {train}\nlog: {log}", highlight=False, markup=False)
     command = training_command(
         {
             "actor_rollout_ref.model.path": str(model),
@@ -89,7 +90,7 @@ def explain_failure(console: Console, status: int, log: Path) -> None:
     """What our part of the log says, or else its end."""
     lines = log.read_text(errors="replace").splitlines()
     ours = [line for line in lines if line.startswith("verl_fapo:")]
-    console.print(f"[red]the training ended with exit code {status}[/]; {log} says:", highlight=False)
+    console.print(f"[red]the training ended with exit code {status}[/]; {escape(str(log))} says:", highlight=False)
     console.print("\n".join(ours if status in (2, 130) and ours else lines[-15:]), markup=False, highlight=False)
 
 

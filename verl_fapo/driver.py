@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ import ray
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_fapo.checks import check_config
 from verl_fapo.errors import UsageError
@@ -27,16 +29,23 @@ class FAPOCallback(Callback):
 
     def __init__(self) -> None:
         self._run: RunFolder | None = None
+        self._held = contextlib.ExitStack()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the config and open the run folder; ends the command with exit code 2 if something is wrong."""
         try:
             settings = check_config(config)
             run = RunFolder(settings.run_dir)
+            self._held.enter_context(run.locked())
             run.open(_plain_yaml(config), started_at=psutil.Process().create_time(), resumed=resumes(config))
         except (UsageError, OSError) as exc:
             # An ordinary exception would only be a warning to Hydra.
             print(f"verl_fapo: {exc}", file=sys.stderr)
+            raise SystemExit(2) from exc
+        except (OmegaConfBaseException, AttributeError, TypeError) as exc:
+            print(
+                f"verl_fapo: a value of the config is none that veRL can take: {exc}".splitlines()[0], file=sys.stderr
+            )
             raise SystemExit(2) from exc
         except Exception as exc:  # ours to mend, but the run must not start unchecked
             traceback.print_exc()
@@ -58,12 +67,13 @@ class FAPOCallback(Callback):
         ray.shutdown()
         try:
             run.finish(status=status, ended_at=time.time())
-        except OSError as exc:
+        except (OSError, ValueError, LookupError, TypeError) as exc:
             print(f"verl_fapo: {status}, but {exc}; then: verl-fapo report --finish {run.root}", file=sys.stderr)
             return
         print(f"verl_fapo: {status} after {run.summary['steps']} steps; run folder {run.root}", file=sys.stderr)
         if run.failure:
             print(f"verl_fapo: {run.failure}", file=sys.stderr)
+        self._held.close()
 
 
 def exit_on_sigterm_after_ray_init() -> None:

@@ -66,7 +66,7 @@ class JudgeClient:
                 await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1))
             try:
                 status, body = await self._post(prompt)
-            except (aiohttp.ClientError, OSError) as exc:
+            except (aiohttp.ClientError, OSError, ValueError) as exc:  # ValueError: an address that is none
                 problem = f"{type(exc).__name__}: {exc}"
                 continue
             if status == 200:

@@ -27,8 +27,9 @@ def step_metrics(extras: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "fapo/flawed": totals["flawed"],
         "fapo/unknown": totals["unknown"],
     }
+    if verdicts := totals["judged"] - totals["unknown"]:
+        metrics["fapo/flawed_rate"] = totals["flawed"] / verdicts
     if totals["judged"]:
-        metrics["fapo/flawed_rate"] = totals["flawed"] / totals["judged"]
         metrics["fapo/unknown_rate"] = totals["unknown"] / totals["judged"]
         metrics["fapo/judge_seconds"] = sum(extra["judge_seconds"] for extra in extras) / totals["judged"]
     return metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from verl_fapo.errors import DataError
@@ -34,8 +35,12 @@ def report_run(root: Path, *, finish: bool = False) -> None:
     if not (run.root / STARTED_AT).exists():
         raise DataError(f"{root} is no run folder (no {STARTED_AT} in it); name the folder that fapo.run_dir named")
     if finish and run.summary is None:
-        run.finish(status="killed", ended_at=run.last_change())
-    print_report(run, Console())
+        with run.locked():
+            run.finish(status="killed", ended_at=run.last_change())
+    try:
+        print_report(run, Console())
+    except (ValueError, LookupError, TypeError) as exc:
+        raise DataError(f"{root}: a file of the run is damaged ({exc!r})") from exc
 
 
 def print_report(run: RunFolder, console: Console) -> None:
@@ -52,10 +57,10 @@ def print_report(run: RunFolder, console: Console) -> None:
     for key, value in (run.summary or run.summarise(status="not finished", ended_at=run.last_change())).items():
         summary.add_row(key.replace("_", " "), _cell(value))
     console.print(summary)
-    console.print(f"run folder: {run.root}", highlight=False)
+    console.print(f"run folder: {run.root}", highlight=False, markup=False)
 
 
 def _cell(value: object) -> str:
     if isinstance(value, float) and not value.is_integer():
         return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else escape(str(value))

@@ -13,6 +13,7 @@ summary.json     the counts of the whole run
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -26,16 +27,20 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from verl_fapo.errors import DataError
+
 CONFIG = "config.yaml"
 STARTED_AT = "started_at.txt"
 METRICS = "metrics.jsonl"
 PARTS = "parts"
+MERGING = "parts.merging"
+LOCK = "lock"
 ROLLOUTS = "rollouts.jsonl"
 CRITIQUES = "critiques.jsonl"
 FAILURE = "failure.txt"
 SUMMARY = "summary.json"
 
-FILES = (CONFIG, STARTED_AT, METRICS, PARTS, ROLLOUTS, CRITIQUES, FAILURE, SUMMARY)
+FILES = (CONFIG, STARTED_AT, METRICS, PARTS, MERGING, ROLLOUTS, CRITIQUES, FAILURE, SUMMARY)
 TEXTS = ("problem", "solution", "ground_truth", "critique")
 
 
@@ -48,11 +53,10 @@ class RolloutLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one rollout, whose ``id`` is ``uid_session``; safe in threads."""
-        line = _dump({**record, "time": time.time()}) + "\n"
+        line = _dump({**record, "time": time.time()})
         with self._lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
+            _append(self._path, line)
 
 
 class RunFolder:
@@ -64,19 +68,35 @@ class RunFolder:
     def open(self, config_yaml: str, *, started_at: float, resumed: bool) -> None:
         """Make the folder ready, for a run that goes on where an earlier one stopped or for a fresh one."""
         self.root.mkdir(parents=True, exist_ok=True)
-        if resumed:
-            # The next line must not be glued to one that was cut off.
-            _replace(self.root / METRICS, map(_dump, self.metrics()))
-        else:
+        if not resumed:
             self.set_aside()
         for name in (SUMMARY, FAILURE):
             (self.root / name).unlink(missing_ok=True)
-        (self.root / STARTED_AT).write_text(f"{started_at}\n")
-        (self.root / CONFIG).write_text(config_yaml, encoding="utf-8")
+        _replace(self.root / STARTED_AT, [str(started_at)])
+        _replace(self.root / CONFIG, [config_yaml.rstrip("\n")])
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder; it is given back with the process too.
+
+        Raises:
+            DataError: another process holds it.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / LOCK).open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as exc:
+                raise DataError(
+                    f"another run writes to {self.root}; wait for it, or name another fapo.run_dir"
+                ) from exc
+            yield
 
     def set_aside(self) -> None:
         """Move what an earlier run left to ``earlier-N``; what is not a run's stays."""
         left = [self.root / name for name in FILES if (self.root / name).exists()]
+        if left and not (self.root / STARTED_AT).exists():
+            raise DataError(f"{left[0]} is there but is not of a run; name another folder in fapo.run_dir")
         if left:
             numbers = [int(path.name[8:]) for path in self.root.glob("earlier-*") if path.name[8:].isdigit()]
             earlier = self.root / f"earlier-{max(numbers, default=0) + 1}"
@@ -87,8 +107,7 @@ class RunFolder:
     def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a step; what is no number is left out."""
         numbers = {key: number for key, value in metrics.items() if (number := _number(value)) is not None}
-        with (self.root / METRICS).open("a", encoding="utf-8") as file:
-            file.write(_dump({"step": step, **numbers}) + "\n")
+        _append(self.root / METRICS, _dump({"step": step, **numbers}))
 
     def fail(self, cause: str) -> None:
         """Note why the run ends."""
@@ -98,7 +117,7 @@ class RunFolder:
     def failure(self) -> str | None:
         """What :meth:`fail` noted."""
         path = self.root / FAILURE
-        return path.read_text(encoding="utf-8").strip() if path.exists() else None
+        return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
 
     def last_change(self) -> float:
         """Time of the latest step or scored rollout, in seconds since the epoch; 0 before the first."""
@@ -108,7 +127,7 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """The logged steps. Of a step that was logged again, after a resume, each metric's last value counts."""
         steps: dict[int, dict[str, Any]] = {}
-        for line in _read(self.root / METRICS):
+        for line in _read(self.root / METRICS, key="step"):
             steps.setdefault(line["step"], {}).update(line)
         return list(steps.values())
 
@@ -143,25 +162,34 @@ class RunFolder:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def _parts(self) -> Iterator[dict[str, Any]]:
-        for path in sorted((self.root / PARTS).glob("*.jsonl")):
-            yield from _read(path)
+        for folder in (MERGING, PARTS):
+            for path in sorted((self.root / folder).glob("*.jsonl")):
+                yield from _read(path, key="id")
 
     def _latest(self, merged: str) -> Iterator[dict[str, Any]]:
         """Records of a merged file and of the parts; of an id that was scored again, after a resume, the last one."""
         times: dict[str, float] = {}
         for record in self._parts():
             times[record["id"]] = max(record["time"], times.get(record["id"], 0.0))
-        yield from (record for record in _read(self.root / merged) if record["id"] not in times)
+        yield from (record for record in _read(self.root / merged, key="id") if record["id"] not in times)
         for record in self._parts():
             if times.get(record["id"]) == record["time"]:
                 del times[record["id"]]
                 yield record
 
     def _merge(self) -> None:
-        # Each file is replaced whole and the parts go last, so that a merge cut off anywhere can be done again.
-        _replace(self.root / CRITIQUES, (_dump(record) for record in self._latest(CRITIQUES) if record["judged"]))
-        _replace(self.root / ROLLOUTS, map(_dump, self.scored()))
-        shutil.rmtree(self.root / PARTS, ignore_errors=True)
+        # Each file is replaced whole and the parts go last, so that a merge cut off anywhere can be done again. They
+        # are put aside first, so that a worker that still writes begins a new one; what it was writing into counts too.
+        (self.root / MERGING).mkdir(exist_ok=True)
+        for path in (self.root / PARTS).glob("*.jsonl"):
+            path.rename(self.root / MERGING / f"{uuid.uuid4().hex[:8]}-{path.name}")
+        sizes = None
+        while sizes != (sizes := [path.stat().st_size for path in sorted((self.root / MERGING).iterdir())]):
+            _replace(self.root / CRITIQUES, (_dump(record) for record in self._latest(CRITIQUES) if record["judged"]))
+            _replace(self.root / ROLLOUTS, map(_dump, self.scored()))
+        shutil.rmtree(self.root / MERGING)
+        with contextlib.suppress(OSError):  # not there, or not empty
+            (self.root / PARTS).rmdir()
 
 
 def count(
@@ -202,14 +230,28 @@ def is_trained(line: Mapping[str, Any]) -> bool:
     return "training/global_step" in line
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a JSON-lines file; none if it is not there. Lines that a crash or a full disk cut off are left out."""
+def _append(path: Path, line: str) -> None:
+    """Add a line, which is never glued to one that a crash or a full disk cut off."""
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else "\n" + line
+        file.write(line.encode() + b"\n")
+
+
+def _read(path: Path, *, key: str) -> Iterator[dict[str, Any]]:
+    """Records of a JSON-lines file that have ``key``; none if it is not there.
+
+    Lines that a crash or a full disk cut off are left out.
+    """
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and key in record:
+                    yield record
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from verl_fapo.errors import SettingsError
 
+# Strict: True is no number.
+Number = Annotated[float, Strict()]
+Count = Annotated[int, Strict()]
+
 
 class Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class JudgeSettings(Settings):
@@ -23,22 +28,22 @@ class JudgeSettings(Settings):
     template: Literal["paragraphs", "raw"] = "paragraphs"
     """Prompt: the solution cut into indexed paragraphs, or as it is."""
 
-    temperature: float = Field(0.6, ge=0)
+    temperature: Number = Field(0.6, ge=0)
     """Sampling temperature of a critique."""
 
-    top_p: float = Field(0.95, gt=0, le=1)
+    top_p: Number = Field(0.95, gt=0, le=1)
     """Nucleus of a critique."""
 
-    max_tokens: int = Field(16384, gt=0)
+    max_tokens: Count = Field(16384, gt=0)
     """Longest critique, in tokens; one that is cut off there has no verdict."""
 
-    timeout_seconds: float = Field(600.0, gt=0)
+    timeout_seconds: Number = Field(600.0, gt=0)
     """Longest time for one verdict, retries included."""
 
     on_unknown: Literal["keep", "penalise"] = "keep"
     """Reward of a right answer without a verdict: the rule's, or as if it were flawed."""
 
-    max_unknown_rate: float = Field(0.5, ge=0, le=1)
+    max_unknown_rate: Number = Field(0.5, ge=0, le=1)
     """Training stops when a larger share of judgements than this gives no verdict; 1 never stops."""
 
     validation: bool = False
@@ -52,19 +57,19 @@ class GenRMSettings(Settings):
     engine: Literal["vllm", "sglang"] = "vllm"
     """Inference engine of the replicas."""
 
-    replicas: int = Field(1, gt=0)
+    replicas: Count = Field(1, gt=0)
     """Number of replicas."""
 
-    tensor_parallel: int = Field(1, gt=0)
+    tensor_parallel: Count = Field(1, gt=0)
     """Devices of one replica."""
 
-    n_gpus_per_node: int = Field(8, gt=0)
+    n_gpus_per_node: Count = Field(8, gt=0)
     """Devices of one node; a replica with more spans nodes."""
 
     endpoints: tuple[str, ...] = ()
     """Base URLs (``http://host:port``) of OpenAI-compatible servers, for ``placement: external``."""
 
-    start_seconds: float = Field(1800.0, gt=0)
+    start_seconds: Number = Field(1800.0, gt=0)
     """Longest time for all replicas to be ready."""
 
     @property
@@ -81,19 +86,19 @@ class GenRMSettings(Settings):
                 f"endpoints is {list(self.endpoints)} but placement is 'standalone'; set placement to 'external'"
             )
         for endpoint in self.endpoints:
-            if not endpoint.startswith(("http://", "https://")):
-                raise ValueError(f"endpoints holds {endpoint!r}; write a base URL like http://host:8000")
+            if not _is_base_url(endpoint):
+                raise ValueError(f"endpoints holds {endpoint!r}; write a base URL like http://host:8000, without /v1")
         return self
 
 
 class FAPOSettings(Settings):
-    penalty: float = Field(1.0, ge=0, le=2)
+    penalty: Number = Field(1.0, ge=0, le=2)
     """Lambda: taken off the reward of a right answer with a flawed paragraph (arXiv:2510.22543). 0 only logs."""
 
-    run_dir: str = "fapo_run"
+    run_dir: str = Field("fapo_run", min_length=1)
     """Folder that the run writes itself into; on a cluster, one that every node sees."""
 
-    stall_seconds: float = Field(7200.0, gt=0)
+    stall_seconds: Number = Field(7200.0, gt=0)
     """The run is stopped when no rollout is scored and no step ends for this long."""
 
     judge: JudgeSettings = JudgeSettings()
@@ -138,6 +143,19 @@ def _explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}"
     return f"{key}={error['input']!r}: {error['msg']}"
+
+
+def _is_base_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port or 1) > 0
+            and (not parts.path.rstrip("/").endswith("/v1"))
+        )
+    except ValueError:
+        return False
 
 
 def setting_names(model: type[BaseModel] = FAPOSettings, prefix: str = "fapo") -> list[str]:

@@ -52,9 +52,11 @@ class Watchdog(threading.Thread):
                 self.check()
             except StalledError as exc:
                 logger.error("stopping the run: %s", exc)
-                self._run.fail(f"{type(exc).__name__}: {exc}")
-                # The main thread may sit in a call that never returns; Ray ends this process's actors with it.
-                os._exit(1)
+                try:
+                    self._run.fail(f"{type(exc).__name__}: {exc}")
+                finally:
+                    # The main thread may sit in a call that never returns; Ray ends this process's actors with it.
+                    os._exit(1)
             except Exception:  # a disk or a server that hiccups must not end the watch
                 logger.exception("the watchdog goes on after")
 
@@ -64,16 +66,16 @@ class Watchdog(threading.Thread):
         Raises:
             StalledError: a server says of itself that it is dead, or is gone; or there is no progress.
         """
-        for server in self._servers():
-            self._failures[server] = self._failures[server] + 1 if self._is_dead(server) else 0
-            if self._failures[server] >= FAILURES_UNTIL_DEAD:
-                raise StalledError(f"the rollout server at {server} died; its error is in Ray's worker logs")
         idle = time.time() - max(self._started_at, self._run.last_change())
         if idle > self._stall_seconds:
             raise StalledError(
                 f"no rollout scored and no step ended for {idle:.0f} s; see Ray's worker logs, "
                 f"or raise fapo.stall_seconds ({self._stall_seconds:g}) if that is normal here"
             )
+        for server in self._servers():
+            self._failures[server] = self._failures[server] + 1 if self._is_dead(server) else 0
+            if self._failures[server] >= FAILURES_UNTIL_DEAD:
+                raise StalledError(f"the rollout server at {server} died; its error is in Ray's worker logs")
 
     def stop(self) -> None:
         """Stop looking."""

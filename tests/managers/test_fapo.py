@@ -126,7 +126,32 @@ def full_disk(record: dict) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("row", [{"reward_model": None}, {"raw_prompt": None, "extra_info": None}])
+@pytest.mark.parametrize("row", [{"raw_prompt": None, "extra_info": None}, {"raw_prompt": None, "extra_info": "x"}])
+async def test_right_answer_that_can_not_be_judged_keeps_the_rules_reward(manager, tokenizer, tmp_path, row):
+    manager._judge = FakeJudge(Verdict(index=0))
+    result = await manager.run_single(batch(tokenizer, RIGHT, **row))
+    info = result["reward_extra_info"]
+    assert (result["reward_score"], info["acc"], info["judged"], info["unknown"]) == (1.0, 1.0, 1.0, 1.0)
+    (part,) = (tmp_path / "parts").iterdir()
+    assert read_lines(part)[0]["reason"] == "error"
+
+
+async def test_judge_address_that_is_none_is_unreachable(compose, tokenizer, manager):
+    manager._judge._endpoints = iter(["http://a..b:1"] * 10)
+    result = await manager.run_single(batch(tokenizer, RIGHT))
+    await manager._judge.close()
+    assert (result["reward_score"], result["reward_extra_info"]["unknown"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"reward_model": None},
+        {"reward_model": {"ground_truth": None}},
+        {"reward_model": {"ground_truth": float("nan")}},
+        {"reward_model": {"ground_truth": ["7"]}},
+    ],
+)
 async def test_broken_row_is_unknown_and_no_exception(manager, tokenizer, row, caplog):
     manager._judge = FakeJudge(Verdict(index=-1))
     result = await manager.run_single(batch(tokenizer, RIGHT, **row))

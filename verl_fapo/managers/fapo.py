@@ -39,9 +39,10 @@ class Rollout:
     """Training step that the rollout was generated for; 0 before the first."""
 
     validation: bool
-    problem: str
     solution: str
     ground_truth: str
+    row: Mapping[str, Any]
+    """The row of the data set, and what veRL added to it."""
 
 
 @register("fapo")
@@ -85,9 +86,7 @@ class FAPORewardManager(RewardManagerBase):
         judged = verification.correct and (self._settings.judge.validation or not rollout.validation)
         judgement = NOT_JUDGED
         if judged:
-            judgement = await self._judge.judge(
-                problem=rollout.problem, reference=rollout.ground_truth, solution=rollout.solution
-            )
+            judgement = await self._judge_rollout(rollout)
         reward = fapo_reward(
             verification.correct,
             judgement.verdict if judged else None,
@@ -103,26 +102,38 @@ class FAPORewardManager(RewardManagerBase):
             "reward_extra_info": extras(verification.correct, judged=judged, judgement=judgement),
         }
 
+    async def _judge_rollout(self, rollout: Rollout) -> Judgement:
+        try:
+            return await self._judge.judge(
+                problem=problem_text(rollout.row), reference=rollout.ground_truth, solution=rollout.solution
+            )
+        except Exception as exc:  # a row without a problem, or a fault of ours: no verdict, and the rule's reward
+            logger.exception("verl_fapo could not judge rollout %s", rollout.id)
+            return Judgement(verdict=Verdict(reason=UnknownReason.ERROR), critique=repr(exc), seconds=0.0)
+
 
 def read_rollout(item: Any, tokenizer: Any) -> Rollout:
     """Read one row of veRL's batch (a ``DataProtoItem``)."""
     row = item.non_tensor_batch
     response_ids = item.batch["responses"]
     length = item.batch["attention_mask"][-response_ids.shape[-1] :].sum()
-    extra_info = row.get("extra_info") or {}
+    ground_truth = row["reward_model"]["ground_truth"]
+    if not isinstance(ground_truth, (str, int, float)) or ground_truth != ground_truth:
+        raise TypeError(f"ground_truth is {ground_truth!r}, expected text or a number")
     return Rollout(
         id=f"{row['uid']}_{row.get('session_id', 0)}",
         step=int(row.get("global_steps", 0)),
         validation=bool(row.get(VALIDATION_KEY, False)),
-        problem=_problem(row, extra_info),
         solution=tokenizer.decode(response_ids[:length], skip_special_tokens=True),
-        ground_truth=str(row["reward_model"]["ground_truth"]),
+        ground_truth=str(ground_truth),
+        row=row,
     )
 
 
-def _problem(row: Mapping[str, Any], extra_info: Mapping[str, Any]) -> str:
+def problem_text(row: Mapping[str, Any]) -> str:
     """The task as the judge sees it: ``extra_info.question``, or else the last message to the policy."""
-    question = extra_info.get("question")
+    extra_info = row.get("extra_info")
+    question = extra_info.get("question") if isinstance(extra_info, Mapping) else None
     if isinstance(question, str) and question:
         return question
     return str(list(row["raw_prompt"])[-1]["content"])
@@ -145,11 +156,12 @@ def record(
 ) -> dict[str, Any]:
     """The rollout's line in the run folder."""
     verdict = judgement.verdict
+    readable = judged and verdict.reason is not UnknownReason.ERROR
     return {
         "id": rollout.id,
         "step": rollout.step,
         "validation": rollout.validation,
-        "problem": rollout.problem,
+        "problem": problem_text(rollout.row) if readable else None,
         "solution": rollout.solution,
         "ground_truth": rollout.ground_truth,
         "answer": verification.answer,
