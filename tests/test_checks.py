@@ -80,6 +80,29 @@ MISTAKES = [
     pytest.param(
         ["fapo.genrm.replicas=2"], ["3 devices", "trainer 1 + GenRM 2", "num_gpus=3"], id="too few logical devices"
     ),
+    pytest.param(["fapo.penalty=true"], ["fapo.penalty=True"], id="a truth value is no number"),
+    pytest.param(["fapo.penalty=nan"], ["fapo.penalty"], id="not a number"),
+    pytest.param(["fapo.run_dir=''"], ["fapo.run_dir"], id="no run folder"),
+    pytest.param(
+        ["fapo.genrm.placement=external", "fapo.genrm.endpoints=['http://h:1/v1']"],
+        ["without /v1"],
+        id="endpoint with v1",
+    ),
+    pytest.param(["trainer.n_gpus_per_node=0"], ["trainer.n_gpus_per_node=0"], id="no device"),
+    pytest.param(["data.train_files=null"], ["data.train_files=[None]", "expected the path"], id="no training file"),
+    pytest.param(["data.train_files=[]"], ["data.train_files=[]"], id="empty list of files"),
+    pytest.param(["data.train_files=/tmp"], ["no such file"], id="a folder is no file"),
+    pytest.param(
+        [
+            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+            "actor_rollout_ref.rollout.n=1",
+            "trainer.n_gpus_per_node=2",
+            "ray_kwargs.ray_init.num_gpus=3",
+        ],
+        ["ppo_mini_batch_size=3", "2 data-parallel devices"],
+        id="mini-batch over the devices",
+    ),
+    pytest.param(["data.max_response_length=8000"], ["= 8512", "max_position_embeddings=8192"], id="policy's context"),
     pytest.param(["data.train_files=/no.parquet"], ["data.train_files='/no.parquet'", "no such file"], id="no data"),
     pytest.param(["data.prompt_key=question"], ["no column 'question'"], id="prompt column missing"),
 ]
@@ -173,6 +196,16 @@ def test_cluster_started_with_ray_start_is_joined_without_an_address(good, monke
         pytest.param(
             {"prompt": "x", "data_source": "x", "reward_model": {"style": "rule"}}, "'ground_truth'", id="ground truth"
         ),
+        pytest.param(
+            {"prompt": "x", "data_source": "x", "reward_model": {"ground_truth": ["7"]}},
+            "expected text or a number",
+            id="ground truth is a list",
+        ),
+        pytest.param(
+            {"prompt": "x", "data_source": "x", "reward_model": {"ground_truth": None}},
+            "expected text or a number",
+            id="ground truth is null",
+        ),
     ],
 )
 def test_parquet_file_without_a_needed_column_is_refused(good, tmp_path, row, said):
@@ -180,6 +213,14 @@ def test_parquet_file_without_a_needed_column_is_refused(good, tmp_path, row, sa
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     with pytest.raises(UsageError, match=said):
         check_config(good(f"data.val_files={path}"))
+
+
+def test_parquet_file_without_rows_is_refused(good, workshop, tmp_path):
+    path = tmp_path / "empty.parquet"
+    table = pyarrow.parquet.read_table(workshop / "train.parquet")
+    pyarrow.parquet.write_table(table.slice(0, 0), path)
+    with pytest.raises(UsageError, match="no rows"):
+        check_config(good(f"data.train_files={path}"))
 
 
 def test_file_that_is_no_parquet_is_refused(good, tmp_path):

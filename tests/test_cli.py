@@ -32,6 +32,24 @@ def test_report_shows_a_run_that_is_not_finished_and_finishes_it_only_when_told(
     assert json.loads((tmp_path / "summary.json").read_text())["rollouts"] == 1
 
 
+def test_failure_text_is_shown_as_it_is(tmp_path):
+    run = RunFolder(tmp_path)
+    run.open("", started_at=1000.0, resumed=False)
+    run.fail("JudgeError: bad files [/models/a] [red]")
+    result = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "[/models/a]" in result.output
+
+
+def test_run_that_is_under_way_is_not_finished(tmp_path):
+    run = RunFolder(tmp_path)
+    run.open("", started_at=1000.0, resumed=False)
+    with run.locked():
+        result = CliRunner().invoke(main, ["report", "--finish", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "another run writes to" in result.output
+
+
 def test_folder_without_a_run_is_one_line_and_code_2(tmp_path):
     result = CliRunner().invoke(main, ["report", str(tmp_path)])
     assert result.exit_code == 2
@@ -48,12 +66,23 @@ def test_prepare_writes_what_verl_reads(tmp_path, shared_data):
     assert pyarrow.parquet.read_table(out).num_rows == 5
 
 
-@pytest.mark.parametrize("text", ["no json\n", "[]\n", '{"question": "?"}\n', '{"question": "?", "answer": 7}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"question": null, "answer": "#### 7"}\n',
+        '{"question": "?", "answer": "#### "}\n',
+        "no json\n",
+        "[]\n",
+        '{"question": "?"}\n',
+        '{"question": "?", "answer": 7}\n',
+    ],
+)
 def test_prepare_refuses_another_form_and_writes_nothing(tmp_path, text):
     (tmp_path / "in.jsonl").write_text(text)
     result = CliRunner().invoke(main, ["prepare", "gsm8k", str(tmp_path / "in.jsonl"), str(tmp_path / "out.parquet")])
     assert result.exit_code == 2
-    assert "is no GSM8K file" in result.output
+    assert "is no GSM8K file" in result.output or "no rows" in result.output
     assert not (tmp_path / "out.parquet").exists()
 
 

@@ -30,6 +30,8 @@ def command_of(tmp_path):
 def test_example_composes_and_one_variable_swaps_the_judge(name, command_of, compose):
     from verl.utils.config import validate_config
 
+    from verl_fapo.checks import check_sizes
+
     done = command_of(name, **PATHS)
     module, *overrides = done.stdout.splitlines()[1:]
     assert module == "verl.trainer.main_ppo"
@@ -37,6 +39,7 @@ def test_example_composes_and_one_variable_swaps_the_judge(name, command_of, com
     assert config.fapo.judge.model == "/m/judge"
     assert config.actor_rollout_ref.model.path == "/m/policy"
     assert config.fapo.penalty == 0.5, "arguments of the script come last"
+    check_sizes(config)
     validate_config(config, use_reference_policy=False, use_critic=False)
     other = command_of(name, **{**PATHS, "GENRM_PATH": "/m/other"}).stdout
     assert [line for line in other.splitlines() if line not in done.stdout.splitlines()] == [

@@ -68,8 +68,8 @@ def check_config(config: DictConfig) -> FAPOSettings:
         check_folders(config, settings)
     else:
         check_devices(config, settings)
-    check_sizes(config)
     check_policy(config.actor_rollout_ref.model)
+    check_sizes(config)
     if settings.genrm.placement == "standalone":
         check_model(settings.judge.model, "fapo.judge.model")
         check_context(config, settings)

@@ -35,7 +35,11 @@ def main() -> None:
 @main.command()
 @click.option("--model", type=click.Path(path_type=Path), help="Model folder of policy and judge.  [default: SmolLM2]")
 @click.option("--judge", type=click.Path(path_type=Path), help="Model folder of the judge.  [default: as --model]")
-@click.option("--data", type=click.Path(path_type=Path), help="Parquet file of problems.  [default: word problems]")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Parquet file of problems, validation included.  [default: word problems]",
+)
 @click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="Training steps.")
 @click.option(
     "--out",
@@ -48,7 +52,8 @@ def main() -> None:
 def demo(**options: object) -> None:
     """Train with FAPO on this machine's CPU, and show what came out.
 
-    OVERRIDES are veRL settings, such as actor_rollout_ref.rollout.n=8 or fapo.penalty=0.5.
+    OVERRIDES are veRL settings, such as actor_rollout_ref.rollout.n=8 or fapo.penalty=0.5. The sizes are a toy's: a
+    model of your own may want data.max_response_length=512 fapo.judge.max_tokens=1024.
     """
     from verl_fapo.demo import DemoOptions, run_demo
 

@@ -83,6 +83,11 @@ def run_demo(options: DemoOptions) -> int:
         explain_failure(console, status, log)
     if run.summary is not None and status != 2:
         print_report(run, console)
+        if run.summary["judged"] and run.summary["judged"] == run.summary["unknown"]:
+            console.print(
+                "The judge gave no verdict, so no penalty was taken: what this run shows is the machinery. "
+                "--judge names a model that can judge; critiques.jsonl has what this one wrote."
+            )
     return status
 
 
