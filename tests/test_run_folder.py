@@ -147,6 +147,15 @@ def test_two_runs_do_not_share_a_folder(run):
         pass
 
 
+def test_file_system_without_locks_is_no_obstacle(run, monkeypatch, caplog):
+    def flock(*args: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with run.locked():
+        assert "can not be locked" in caplog.text
+
+
 def test_worker_that_writes_during_a_merge_loses_nothing(run):
     logs = [RolloutLog(run.root) for _ in range(3)]
     stop = threading.Event()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import math
 import os
 import shutil
@@ -28,6 +29,8 @@ from threading import Lock
 from typing import Any
 
 from verl_fapo.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
 STARTED_AT = "started_at.txt"
@@ -90,6 +93,8 @@ class RunFolder:
                 raise DataError(
                     f"another run writes to {self.root}; wait for it, or name another fapo.run_dir"
                 ) from exc
+            except OSError:  # a file system without locks
+                logger.warning("%s can not be locked: no other run may write to it", self.root)
             yield
 
     def set_aside(self) -> None:
