@@ -6,9 +6,10 @@ FAPOError
 |   |-- ModelError       a model folder
 |   `-- DataError        a data file
 `-- RunError             the run can not go on: named in the run folder, exit code 1
-    |-- GenRMError       the judge's replicas did not start
+    |-- GenRMError       the judge's replicas did not start, or the last one died
     |-- JudgeError       too many judgements without a verdict
-    `-- StalledError     nothing moved for too long, or a worker died
+    |-- StalledError     nothing moved for too long, or a worker or Ray itself died
+    `-- WarmUpError      the demo's own models could not be made
 """
 
 
@@ -37,7 +38,7 @@ class RunError(FAPOError):
 
 
 class GenRMError(RunError):
-    """The GenRM replicas could not be started in time."""
+    """The GenRM replicas could not be started in time, or the last one died."""
 
 
 class JudgeError(RunError):
@@ -46,3 +47,7 @@ class JudgeError(RunError):
 
 class StalledError(RunError):
     """A worker died, or the run made no progress for ``fapo.stall_seconds``."""
+
+
+class WarmUpError(RunError):
+    """The training of one of the demo's models failed."""

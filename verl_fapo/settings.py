@@ -21,12 +21,59 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class AnswerSettings(Settings):
+    """What counts as the same answer, where that is a matter of contract; docs/answers.md shows each with examples."""
+
+    units: Literal["optional", "required"] = "optional"
+    """A unit, degrees and money included, may stand on one side only; two units must always agree."""
+
+    percent: Literal["optional", "required", "fraction"] = "optional"
+    """``10%`` is 10 or 0.1 (optional), only 10% (required), or 0.1 (fraction)."""
+
+    base_suffix: Literal["optional", "required"] = "optional"
+    """``2516_8`` may be written 2516."""
+
+    decimals: Annotated[int, Strict()] | None = Field(None, ge=0, le=30)
+    """Numbers are equal if they differ by less than half a unit of this decimal place; unset, if they are equal."""
+
+    decimal_digits: Count = Field(12, ge=3)
+    """A decimal of so many significant digits stands for every value that it was rounded or cut from."""
+
+    decimal_comma: bool = True
+    """``3,14`` is also 3.14; ``3,140`` never is."""
+
+    mixed_numbers: bool = True
+    """``1\\frac{1}{2}`` is 3/2; off, it is no number."""
+
+    relations_as_intervals: bool = True
+    """``0 < x < 5`` and ``(0, 5)`` are the same."""
+
+    equivalent_equations: bool = True
+    """Equations and inequalities that differ by a constant factor are the same; off, only the same text is."""
+
+    ordered: bool = False
+    """The order of a list without brackets counts; that of a tuple always does, that of a set never."""
+
+    letter_with_text: bool = True
+    """``C: the text of the option`` is C."""
+
+    timeout_seconds: Number = Field(3.0, gt=0, le=3600)
+    """Longest time for one question to Math-Verify; an answer that takes longer is not right."""
+
+
 class JudgeSettings(Settings):
     model: str | None = None
     """Checkpoint of the GenRM: a folder or a hub name. With ``placement: external``, the name the server gives it."""
 
-    template: Literal["paragraphs", "raw"] = "paragraphs"
-    """Prompt: the solution cut into indexed paragraphs, or as it is."""
+    template: str = Field("paragraphs", min_length=1)
+    """Prompt: ``paragraphs`` (the solution cut into indexed ones), ``raw`` (as it is), or the path of a template file,
+    which on a cluster every node must see."""
+
+    scope: Literal["whole", "after_think"] = "whole"
+    """What of a solution is judged: all of it, or what follows its thinking block."""
+
+    samples: Count = Field(1, ge=1)
+    """Critiques of one solution; its verdict is the majority's of more than half of them, or unknown."""
 
     temperature: Number = Field(0.6, ge=0)
     """Sampling temperature of a critique."""
@@ -48,6 +95,15 @@ class JudgeSettings(Settings):
 
     validation: bool = False
     """Judge the right answers of validation too; they have no part in ``max_unknown_rate``."""
+
+    @model_validator(mode="after")
+    def check_samples(self) -> JudgeSettings:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples is {self.samples} but temperature is 0, at which all would be the same; set temperature "
+                "above 0, or samples to 1"
+            )
+        return self
 
 
 class GenRMSettings(Settings):
@@ -101,6 +157,7 @@ class FAPOSettings(Settings):
     stall_seconds: Number = Field(7200.0, gt=0)
     """The run is stopped when no rollout is scored and no step ends for this long."""
 
+    answer: AnswerSettings = AnswerSettings()
     judge: JudgeSettings = JudgeSettings()
     genrm: GenRMSettings = GenRMSettings()
 
