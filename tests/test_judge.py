@@ -9,12 +9,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from verl_fapo import judge as judge_module
-from verl_fapo.critique import UnknownReason
+from verl_fapo.critique import UnknownReason, split_critiques
+from verl_fapo.errors import SettingsError
 from verl_fapo.judge import JudgeClient
 from verl_fapo.settings import JudgeSettings
 
 
-def completion(content: object, finish_reason: str = "stop") -> web.Response:
+def completion(content: object, finish_reason: str | None = "stop") -> web.Response:
     return web.json_response({"choices": [{"message": {"content": content}, "finish_reason": finish_reason}]})
 
 
@@ -72,7 +73,7 @@ def status(code: int, text: str = "no"):
     return lambda request: web.Response(status=code, text=text)
 
 
-def says(content: object, finish_reason: str = "stop"):
+def says(content: object, finish_reason: str | None = "stop"):
     return lambda request: completion(content, finish_reason)
 
 
@@ -86,10 +87,23 @@ CASES = [
     pytest.param(
         [says("\\boxed{-1}", "length")], "unknown", None, UnknownReason.TRUNCATED, 1, id="cut off at max_tokens"
     ),
+    pytest.param([says("\\boxed{-1}", None)], "clean", -1, None, 1, id="does not say why it stopped"),
+    pytest.param(
+        [status(200, '{"choices": [{"message": {"content": "\\\\boxed{1}"}}]}')],
+        "flawed",
+        1,
+        None,
+        1,
+        id="leaves it out",
+    ),
+    *(
+        pytest.param([says("\\boxed{-1}", reason)], "unknown", None, UnknownReason.TRUNCATED, 1, id=f"ends by {reason}")
+        for reason in ("abort", "error", "content_filter", "tool_calls", "STOP", "")
+    ),
     pytest.param([status(503), says("\\boxed{0}")], "flawed", 0, None, 2, id="busy, then an answer"),
     pytest.param([status(429), says("\\boxed{0}")], "flawed", 0, None, 2, id="too many, then an answer"),
     pytest.param([cut, says("\\boxed{0}")], "flawed", 0, None, 2, id="connection cut, then an answer"),
-    pytest.param([status(400, "too long")], "unknown", None, UnknownReason.REFUSED, 1, id="refused is not repeated"),
+    pytest.param([status(400, "bad request")], "unknown", None, UnknownReason.REFUSED, 1, id="refused is not repeated"),
     pytest.param(
         [redirect, says("\\boxed{-1}")], "unknown", None, UnknownReason.REFUSED, 1, id="redirects are not followed"
     ),
@@ -101,6 +115,110 @@ CASES = [
     pytest.param([status(200, '{"choices": [7]}')], "unknown", None, UnknownReason.UNREACHABLE, 1, id="odd choice"),
     pytest.param([says(["x"])], "unknown", None, UnknownReason.UNREACHABLE, 1, id="content is a list"),
 ]
+
+
+REFUSALS = [
+    # As vLLM 0.28 and SGLang word them.
+    pytest.param(
+        "This model's maximum context length is 256 tokens. However, you requested 64 output tokens and your prompt "
+        "contains at least 193 input tokens, for a total of at least 257 tokens. Please reduce the length of the "
+        "input prompt or the number of requested output tokens. (parameter=input_tokens, value=193)",
+        UnknownReason.TOO_LONG,
+        id="vLLM, prompt and critique",
+    ),
+    pytest.param(
+        "The decoder prompt (length 300) is longer than the maximum model length of 256.",
+        UnknownReason.TOO_LONG,
+        id="vLLM's engine",
+    ),
+    pytest.param(
+        "Input length (300) exceeds model's maximum context length (256).",
+        UnknownReason.TOO_LONG,
+        id="vLLM, no token left",
+    ),
+    pytest.param(
+        "The input (300 tokens) is longer than the model's context length (256 tokens).",
+        UnknownReason.TOO_LONG,
+        id="SGLang, prompt",
+    ),
+    pytest.param(
+        "Requested token count exceeds the model's maximum context length of 256 tokens.",
+        UnknownReason.TOO_LONG,
+        id="SGLang, prompt and critique",
+    ),
+    pytest.param(
+        "max_tokens=512 cannot be greater than max_model_len=max_total_tokens=256.",
+        UnknownReason.REFUSED,
+        id="max_tokens alone",
+    ),
+    pytest.param("The model `x` does not exist.", UnknownReason.REFUSED, id="other model"),
+]
+
+
+@pytest.mark.parametrize(("message", "reason"), REFUSALS)
+async def test_refusal_of_what_does_not_fit_has_its_own_reason(server, message, reason):
+    body = {"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}
+    server.answers = [lambda request: web.json_response(body, status=400)]
+    judgement = await ask(server.url)
+    assert judgement.verdict.reason is reason
+    assert len(server.requests) == 1 and "HTTP 400" in judgement.critique
+
+
+def samples(*choices: tuple[object, str]):
+    return lambda request: web.json_response(
+        {"choices": [{"message": {"content": text}, "finish_reason": reason} for text, reason in choices]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("choices", "kind", "index", "reason"),
+    [
+        pytest.param(["\\boxed{1}", "\\boxed{1}", "\\boxed{-1}"], "flawed", 1, None, id="majority"),
+        pytest.param(["\\boxed{1}", "hm", "\\boxed{-1}"], "unknown", None, UnknownReason.TIE, id="tie"),
+        pytest.param(["\\boxed{2}"] * 2, "flawed", 2, None, id="fewer than asked for"),
+        pytest.param(["\\boxed{-1}"], "unknown", None, UnknownReason.UNREACHABLE, id="one of three is no majority"),
+        pytest.param(["\\boxed{2}", ["x"], "\\boxed{2}"], "flawed", 2, None, id="malformed, and the others count"),
+        pytest.param([["x"], 7, {}], "unknown", None, UnknownReason.UNREACHABLE, id="all are malformed"),
+        pytest.param(["hm"], "unknown", None, UnknownReason.UNREACHABLE, id="most are missing"),
+        pytest.param(["\\boxed{2}"] * 3 + ["\\boxed{0}"] * 9, "flawed", 2, None, id="more than asked for"),
+        pytest.param([], "unknown", None, UnknownReason.UNREACHABLE, id="none"),
+    ],
+)
+async def test_majority_of_the_samples_decides(server, choices, kind, index, reason):
+    server.answers = [samples(*((text, "stop") for text in choices))]
+    verdict = (await ask(server.url, samples=3)).verdict
+    assert (verdict.kind, verdict.index, verdict.reason) == (kind, index, reason)
+    assert server.requests[0]["n"] == 3 and len(server.requests) == 1
+
+
+async def test_sample_that_was_cut_off_has_no_vote_and_all_texts_are_kept(server):
+    texts = ["\\boxed{-1}", "\\boxed{0}", "\\boxed{0}"]
+    server.answers = [samples(*zip(texts, ("length", "stop", "stop"), strict=True))]
+    judgement = await ask(server.url, samples=3)
+    assert judgement.verdict.index == 0
+    assert split_critiques(judgement.critique) == texts
+    assert judgement.critique.startswith("--- critique 1 of 3, 10 characters: unknown (truncated) ---\n")
+
+
+async def test_prompt_is_made_from_the_template_and_the_scope(server, tmp_path):
+    template = tmp_path / "t.txt"
+    template.write_text("{problem}|{reference}|{paragraphs}\n")
+    server.answers = [says("\\boxed{-1}")]
+    client = JudgeClient(JudgeSettings(model="genrm", template=str(template), scope="after_think"), (server.url,))
+    await client.judge(problem="p", reference="7", solution="<think>hm\n\nhm</think>one")
+    await client.close()
+    assert server.requests[0]["messages"][0]["content"] == "p|7|<paragraph_0>\none\n</paragraph_0>"
+
+
+def test_template_that_is_not_there_is_refused_at_the_start(tmp_path):
+    with pytest.raises(SettingsError, match="no such file"):
+        JudgeClient(JudgeSettings(model="genrm", template=str(tmp_path / "t.txt")), ())
+
+
+async def test_answer_may_be_as_much_longer_as_there_are_samples(server, monkeypatch):
+    monkeypatch.setattr(judge_module, "MAX_ANSWER_BYTES", 1000)
+    server.answers = [samples(*[("x" * 600 + "\\boxed{-1}", "stop")] * 3)]
+    assert (await ask(server.url, samples=3)).verdict.kind == "clean"
 
 
 @pytest.mark.parametrize(("answers", "kind", "index", "reason", "num_requests"), CASES)

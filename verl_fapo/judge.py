@@ -6,17 +6,36 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
-from verl_fapo.critique import UnknownReason, Verdict, judge_prompt, parse_verdict, split_paragraphs
+from verl_fapo.critique import (
+    UnknownReason,
+    Verdict,
+    combine_verdicts,
+    join_critiques,
+    parse_verdict,
+    split_paragraphs,
+)
 from verl_fapo.settings import JudgeSettings
+from verl_fapo.templates import read_template
 
 MAX_TRIES = 4
 FIRST_PAUSE_SECONDS = 0.5
 MAX_ANSWER_BYTES = 16 * 2**20
+"""Of one critique."""
+
+# What vLLM and SGLang say, in a 4xx, of a prompt that does not fit with max_tokens beside it. Where max_tokens alone is
+# above the whole context they say something else: that is a mistake in the settings, and refused.
+_TOO_LONG = re.compile(
+    rb"maximum context length|longer than the (?:maximum (?:model|context)|model's context) length"
+    rb"|exceeds (?:the )?(?:model's )?max(?:imum)?[ _](?:context|model)[ _]len|context_length_exceeded",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +44,8 @@ class Judgement:
 
     verdict: Verdict
     critique: str
-    """The judge's text; for an unknown verdict whatever there was, the server's complaint included."""
+    """The judge's text, of several samples as :func:`~verl_fapo.critique.join_critiques` writes them; for an unknown
+    verdict whatever there was, the server's complaint included."""
 
     seconds: float
 
@@ -36,10 +56,14 @@ class JudgeClient:
     Args:
         settings: model, prompt, sampling and time limit.
         endpoints: base URLs. Calls take turns; a retry goes to the next one.
+
+    Raises:
+        SettingsError: the template can not be read.
     """
 
     def __init__(self, settings: JudgeSettings, endpoints: tuple[str, ...]) -> None:
         self._settings = settings
+        self._template = read_template(settings.template)
         self._endpoints = itertools.cycle(endpoint.rstrip("/") for endpoint in endpoints)
         self._session: aiohttp.ClientSession | None = None
 
@@ -48,8 +72,8 @@ class JudgeClient:
 
         Whatever goes wrong between here and the judge is a verdict ``unknown(reason)``, never an exception.
         """
-        paragraphs = split_paragraphs(solution)
-        prompt = judge_prompt(problem, reference, paragraphs, template=self._settings.template)
+        paragraphs = split_paragraphs(solution, scope=self._settings.scope)
+        prompt = self._template.render(problem, reference, paragraphs)
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._settings.timeout_seconds):
@@ -70,10 +94,11 @@ class JudgeClient:
                 problem = f"{type(exc).__name__}: {exc}"
                 continue
             if status == 200:
-                return _read_completion(body, num_paragraphs)
+                return _read_completion(body, num_paragraphs, self._settings.samples)
             problem = f"HTTP {status}: {body[:2000].decode(errors='replace')}"
             if status < 500 and status != 429:
-                return Verdict(reason=UnknownReason.REFUSED), problem
+                too_long = _TOO_LONG.search(body)
+                return Verdict(reason=UnknownReason.TOO_LONG if too_long else UnknownReason.REFUSED), problem
         return Verdict(reason=UnknownReason.UNREACHABLE), problem
 
     async def _post(self, prompt: str) -> tuple[int, bytes]:
@@ -89,13 +114,16 @@ class JudgeClient:
             "top_p": self._settings.top_p,
             "max_tokens": self._settings.max_tokens,
         }
+        if self._settings.samples > 1:
+            request["n"] = self._settings.samples
+        max_bytes = MAX_ANSWER_BYTES * self._settings.samples
         url = f"{next(self._endpoints)}/v1/chat/completions"
         async with self._session.post(url, json=request, allow_redirects=False) as response:
             body = bytearray()
             async for chunk in response.content.iter_any():
                 body += chunk
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise aiohttp.ClientPayloadError(f"answer of more than {MAX_ANSWER_BYTES} bytes from {url}")
+                if len(body) > max_bytes:
+                    raise aiohttp.ClientPayloadError(f"answer of more than {max_bytes} bytes from {url}")
             return response.status, bytes(body)
 
     async def close(self) -> None:
@@ -105,16 +133,32 @@ class JudgeClient:
             self._session = None
 
 
-def _read_completion(body: bytes, num_paragraphs: int) -> tuple[Verdict, str]:
+def _read_completion(body: bytes, num_paragraphs: int, samples: int) -> tuple[Verdict, str]:
+    no_sample = Verdict(reason=UnknownReason.UNREACHABLE), ""
     try:
-        choice = json.loads(body)["choices"][0]
-        critique = choice["message"]["content"] or ""
-        if not isinstance(critique, str):
-            raise TypeError("content is no text")
-        truncated = choice.get("finish_reason") == "length"
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+        choices = json.loads(body)["choices"][:samples]
+        read = [_read_choice(choice, num_paragraphs) for choice in choices]
+        if not any(read):
+            raise LookupError("no choice with a text")
+    except (ValueError, LookupError, TypeError, RecursionError) as exc:
         complaint = f"no chat completion ({type(exc).__name__}: {exc}): {body[:2000].decode(errors='replace')}"
         return Verdict(reason=UnknownReason.UNREACHABLE), complaint
-    if truncated:
+    read += [None] * (samples - len(read))
+    verdicts, critiques = zip(*(sample or no_sample for sample in read), strict=True)
+    return combine_verdicts(verdicts), join_critiques(critiques, verdicts)
+
+
+def _read_choice(choice: Any, num_paragraphs: int) -> tuple[Verdict, str] | None:
+    """Verdict and critique of a choice; None if it is none.
+
+    Only a critique that came to its end has a verdict. A server that does not say why it stopped is taken at its word.
+    """
+    try:
+        critique, finish_reason = choice["message"]["content"] or "", choice.get("finish_reason")
+    except (LookupError, TypeError, AttributeError):
+        return None
+    if not isinstance(critique, str):
+        return None
+    if finish_reason not in ("stop", None):
         return Verdict(reason=UnknownReason.TRUNCATED), critique
     return parse_verdict(critique, num_paragraphs=num_paragraphs), critique
