@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from verl_fapo.errors import GenRMError
-from verl_fapo.genrm import GenRMGroup, Router
+from verl_fapo.genrm import GenRMGroup, Router, _RequestCounts
 from verl_fapo.settings import parse_settings
 
 
@@ -125,3 +125,22 @@ def test_replica_that_does_not_start_is_an_error_in_time(monkeypatch, init, said
     with pytest.raises(GenRMError, match=said):
         waiting.wait_until_ready()
     assert time.monotonic() - started < 4
+
+
+def test_dead_replica_gets_no_more_requests_and_the_last_one_is_an_error(monkeypatch, caplog):
+    serving, routed = group(), []
+    monkeypatch.setattr(serving, "_route_to", routed.append)
+    serving.replicas = ["h:1", "h:2"]
+    serving.drop("h:1")
+    assert routed == [["h:2"]]
+    assert "h:1 died, 1 of them are left" in caplog.text
+    serving.replicas = ["h:2"]
+    with pytest.raises(GenRMError, match="h:2 died, and no other is left"):
+        serving.drop("h:2")
+
+
+def test_requests_of_a_replica_that_was_taken_out_come_back_without_harm():
+    counts = _RequestCounts({"a": 0})
+    counts["a"] += 1
+    counts["gone"] = max(0, counts["gone"] - 1)
+    assert counts == {"a": 1}

@@ -24,6 +24,8 @@ from verl_fapo.settings import FAPOSettings
 
 logger = logging.getLogger(__name__)
 
+ROUTER_SECONDS = 60.0
+
 
 class GenRMGroup:
     """Serves the judge.
@@ -39,6 +41,9 @@ class GenRMGroup:
         self._model_config: HFModelConfig | None = None
         self._deadline = math.inf
         self._replicas: list[RolloutReplica] = []
+        self.replicas: list[str] = []
+        """``host:port`` of those that requests are sent to."""
+
         self._router = None
         self._ready: Future[None] | None = None
 
@@ -100,14 +105,31 @@ class GenRMGroup:
 
         try:
             asyncio.run(init())
-            ray.get(self._router.route_to.remote([f"http://{r.server_address}" for r in self._replicas]))
+            self._route_to([replica.server_address for replica in self._replicas])
             logger.warning("GenRM %s: %d replica(s) behind %s", self.model, len(self._replicas), *self.endpoints)
             self._ready.set_result(None)
         except BaseException as exc:  # carried over to wait_until_ready
             self._ready.set_exception(exc)
 
+    def drop(self, replica: str) -> None:
+        """Send nothing more to a replica that died.
+
+        Raises:
+            GenRMError: it was the last one.
+        """
+        left = [other for other in self.replicas if other != replica]
+        if not left:
+            raise GenRMError(f"the GenRM replica at {replica} died, and no other is left; see Ray's worker logs")
+        logger.error("the GenRM replica at %s died, %d of them are left; see Ray's worker logs", replica, len(left))
+        self._route_to(left)
+
+    def _route_to(self, replicas: list[str]) -> None:
+        ray.get(self._router.route_to.remote([f"http://{replica}" for replica in replicas]), timeout=ROUTER_SECONDS)
+        self.replicas = replicas
+
     def stop(self) -> None:
         """End all that was started; may be called again."""
+        self.replicas = []
         if self._router is not None:
             ray.kill(self._router)
             self._router = None
@@ -165,8 +187,20 @@ class Router:
 
     async def route_to(self, worker_urls: list[str]) -> None:
         """Send requests to these base URLs from now on."""
-        self._router.request_counts = dict.fromkeys(worker_urls, 0)
+        counts = self._router.request_counts
+        self._router.request_counts = _RequestCounts({url: counts.get(url, 0) for url in worker_urls})
         self._router.worker_urls = worker_urls
+
+
+class _RequestCounts(dict):
+    """Requests of each replica; of one that was taken out, its last ones come back and count no more."""
+
+    def __missing__(self, url: str) -> int:
+        return 0
+
+    def __setitem__(self, url: str, count: int) -> None:
+        if url in self:
+            super().__setitem__(url, count)
 
 
 async def _pass_status_on(request: Request, error: aiohttp.ClientResponseError) -> JSONResponse:

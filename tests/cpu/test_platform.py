@@ -89,3 +89,46 @@ def test_device_module_answers_what_verl_asks(platform):
     assert torch.equal(torch.rand(3), first)
     for name in ("empty_cache", "ipc_collect", "synchronize", "reset_peak_memory_stats"):
         assert getattr(module, name)() is None
+
+
+STARTS = [
+    # Hydra overrides, what py_executable says, address that the workers are told
+    pytest.param([], "fork_client.py /server", "/server", id="by fork"),
+    pytest.param(["hydra.callbacks.device.fork_engine=false"], "fork_client.py /server", "", id="engines spawned"),
+    pytest.param(["hydra.callbacks.device.fork_server=false"], None, None, id="all as Ray does it"),
+    pytest.param(["+ray_kwargs.ray_init.address=10.0.0.1:6379"], None, None, id="on a cluster"),
+    pytest.param(["ray_kwargs.ray_init.runtime_env.py_executable=mine"], "mine", "/server", id="the user's own"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "executable", "told"), STARTS)
+def test_workers_are_started_by_fork_unless_switched_off(compose, monkeypatch, overrides, executable, told):
+    import ray
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    from verl_fapo.cpu import platform
+    from verl_fapo.cpu.fork_server import ADDRESS_VARIABLE
+
+    calls = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", lambda **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(platform, "activate", lambda: None)
+    monkeypatch.setattr(platform, "server_address", lambda environment: "/server")
+    config = compose("+recipe/device=cpu", *overrides, return_hydra_config=True)
+    instantiate(config.hydra.callbacks.device).on_job_start(config)
+    ray.init(**OmegaConf.to_container(config.ray_kwargs.ray_init))
+    runtime_env = calls[0]["runtime_env"]
+    assert (runtime_env["py_executable"] or "").endswith(executable or "")
+    assert runtime_env["env_vars"].get(ADDRESS_VARIABLE) == told
+    assert runtime_env["env_vars"]["VERL_PLATFORM"] == "cpu"
+
+
+def test_trainer_looks_often_for_its_rollouts():
+    code = """
+import verl
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+print(ReplayBuffer("sync", {}, None, "drop", {}).poll_interval)
+"""
+    assert in_fresh_process(code) == "2.0"
+    assert in_fresh_process(code, **RECIPE_ENVIRONMENT) == "0.1"

