@@ -1,0 +1,78 @@
+"""What the two models of the demo are taught: imperfect solutions, and perfect critiques of flawed ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl_fapo.critique import split_paragraphs
+from verl_fapo.demo.world import (
+    MAX_VALUE,
+    Problem,
+    imperfect_solution,
+    perfect_critique,
+    problems,
+    remarks,
+    solution,
+    written,
+)
+from verl_fapo.templates import judge_prompt
+
+POLICY_ERROR_RATE = 0.21
+"""Of a step: the policy is right in about half of the problems then, and flawed in a third of these."""
+
+JUDGED_ERROR_RATES = (0.0, 0.2, 0.5, 0.5)
+"""Of the solutions that the judge learns from: high ones too, as it learns most from what is wrong."""
+
+NUM_SOLUTIONS = 9600
+"""The judge's first lessons: who judges must be able to solve."""
+
+NUM_INVENTED = 6400
+"""Its next lessons, in which results are invented but for ``TRUE_SHARE``."""
+
+TRUE_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What the user says, and what the model is to answer."""
+
+    prompt: str
+    answer: str
+
+
+def policy_lessons(seed: int) -> Iterator[Lesson]:
+    rng = random.Random(f"policy {seed}")
+    for problem in problems("train", seed=seed):
+        text, _ = imperfect_solution(problem, rng, error_rate=POLICY_ERROR_RATE)
+        yield Lesson(problem.prompt, text)
+
+
+def judge_lessons(seed: int) -> Iterator[Lesson]:
+    """First right solutions; then critiques all through solutions whose results are mostly invented, so that the judge
+    learns to work by itself and not to believe; then as a judge meets them.
+    """
+    rng = random.Random(f"judge {seed}")
+    for num, problem in enumerate(problems("train", seed=seed)):
+        if num < NUM_SOLUTIONS:
+            yield Lesson(problem.prompt, solution(problem))
+        elif num < NUM_SOLUTIONS + NUM_INVENTED:
+            text = invented(problem, rng)
+            yield Lesson(judge_question(problem, text), "\n".join(remarks(problem, text)))
+        else:
+            text, _ = imperfect_solution(problem, rng, error_rate=rng.choice(JUDGED_ERROR_RATES))
+            yield Lesson(judge_question(problem, text), perfect_critique(problem, text))
+
+
+def invented(problem: Problem, rng: random.Random) -> str:
+    """A solution whose results are the right ones or any at all; the next step begins with what was written."""
+    return written(
+        problem,
+        tuple(result if rng.random() < TRUE_SHARE else rng.randint(0, MAX_VALUE) for result in problem.results),
+    )
+
+
+def judge_question(problem: Problem, text: str) -> str:
+    """What the judge is asked about a solution, as the manager ``fapo`` asks it."""
+    return judge_prompt(problem.question, str(problem.answer), split_paragraphs(text))
