@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,10 +13,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 
+from verl_fapo.cpu.fork_server import ADDRESS_VARIABLE, ForkServer, recipe_environment
 from verl_fapo.data import problem_row, write_parquet
 from verl_fapo.run_folder import RunFolder
 
@@ -31,15 +34,22 @@ def shared_data() -> Path:
     return SHARED_DATA
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """No test sees the environment variables that another one set."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
 @pytest.fixture(scope="session")
 def compose() -> Callable:
     """Composes veRL's own config with overrides, as ``python -m verl.trainer.main_ppo`` would."""
     import hydra
     import verl  # noqa: F401  (loads the plugin)
 
-    def compose(*overrides: str):
+    def compose(*overrides: str, return_hydra_config: bool = False):
         with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-            return hydra.compose("ppo_trainer", overrides=list(overrides))
+            return hydra.compose("ppo_trainer", overrides=list(overrides), return_hydra_config=return_hydra_config)
 
     return compose
 
@@ -58,6 +68,88 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the models of the demo are made, once for all tests."""
+    return tmp_path_factory.mktemp("cache") / "verl-fapo"
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """The server that ``verl-fapo warm`` starts, for all trainings."""
+    server = ForkServer(recipe_environment())
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def good(compose: Callable, workshop: Path) -> Callable:
+    """Composes the workshop's config, with overrides on top."""
+
+    def good(*overrides: str):
+        return compose(
+            "+recipe=fapo",
+            "+recipe/device=cpu",
+            f"actor_rollout_ref.model.path={workshop / 'policy'}",
+            f"fapo.judge.model={workshop / 'judge'}",
+            "fapo.judge.max_tokens=64",
+            f"data.train_files={workshop / 'train.parquet'}",
+            f"data.val_files={workshop / 'validation.parquet'}",
+            *overrides,
+        )
+
+    return good
+
+
+class OwnProcesses:
+    """The processes of one test, wherever in the tree: those with its mark, and those of a fork server.
+
+    Args:
+        fork_server: pid of a server that forks for this test alone just now, and was there before.
+    """
+
+    def __init__(self, fork_server: int | None = None) -> None:
+        self.mark = {"VERL_FAPO_TEST": uuid.uuid4().hex}
+        """Environment of the first of them; the others inherit it."""
+
+        self._fork_server = fork_server
+        self._started_at = time.time()
+
+    def living(self) -> list[psutil.Process]:
+        forked = psutil.Process(self._fork_server).children(recursive=True) if self._fork_server else []
+        return [*forked, *filter(self._has_mark, psutil.process_iter())]
+
+    def left(self, seconds: float = 30) -> list[str]:
+        """Command lines of what still lives some time after the end, and shared memory that is still there."""
+        deadline = time.monotonic() + seconds
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return left
+
+    def _left(self) -> list[str]:
+        memory = (path for pattern in ("sem.mp-*", "verl_weights_*") for path in Path("/dev/shm").glob(pattern))
+        names = [path.name for path in memory if path.stat().st_ctime > self._started_at]
+        for process in self.living():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                names.append(" ".join(process.cmdline())[:200])
+        return names
+
+    def _has_mark(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and self.mark.items() <= process.environ().items()
+        except psutil.Error:
+            return False
+
+
+@pytest.fixture
+def own_processes() -> Iterator[OwnProcesses]:
+    """Of a test that starts some; none of them outlives it."""
+    own = OwnProcesses()
+    yield own
+    for process in own.living():
+        process.kill()
+
+
 @dataclass
 class Training:
     """A training that runs, or ran, through veRL's own command."""
@@ -65,7 +157,7 @@ class Training:
     process: subprocess.Popen
     folder: Path
     log_path: Path
-    marker: str
+    own: OwnProcesses
     run: RunFolder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,33 +178,21 @@ class Training:
             time.sleep(0.2)
 
     def processes(self) -> list[psutil.Process]:
-        """Living processes of this training, wherever in the tree."""
-        return [process for process in psutil.process_iter() if self._is_mine(process)]
+        return self.own.living()
 
-    def leftovers(self, seconds: float = 30) -> list[str]:
-        """Command lines of what still lives some time after the end."""
-        deadline = time.monotonic() + seconds
-        while (living := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        return [" ".join(process.cmdline())[:200] for process in living if process.is_running()]
-
-    def _is_mine(self, process: psutil.Process) -> bool:
-        try:
-            return (
-                process.status() != psutil.STATUS_ZOMBIE
-                and process.environ().get("VERL_FAPO_TEST") == self.marker
-                and process.pid != os.getpid()
-            )
-        except psutil.Error:
-            return False
+    def leftovers(self) -> list[str]:
+        return self.own.left()
 
 
 @pytest.fixture
-def train(tmp_path: Path, workshop: Path) -> Iterator[Callable[..., Training]]:
-    """Starts ``python -m verl.trainer.main_ppo +recipe=fapo +recipe/device=cpu`` on the workshop, with overrides."""
+def train(tmp_path: Path, workshop: Path, fork_server: ForkServer) -> Iterator[Callable[..., Training]]:
+    """Starts ``python -m verl.trainer.main_ppo +recipe=fapo +recipe/device=cpu`` on the workshop, with overrides.
+
+    ``warm`` is whether it finds a fork server that is ready.
+    """
     started: list[Training] = []
 
-    def train(*overrides: str) -> Training:
+    def train(*overrides: str, warm: bool = True) -> Training:
         settings = {
             "actor_rollout_ref.model.path": workshop / "policy",
             "fapo.judge.model": workshop / "judge",
@@ -130,7 +210,7 @@ def train(tmp_path: Path, workshop: Path) -> Iterator[Callable[..., Training]]:
             "trainer.default_local_dir": tmp_path / "checkpoints",
             "hydra.run.dir": tmp_path / "hydra",
         }
-        marker = uuid.uuid4().hex
+        own = OwnProcesses(fork_server.pid)
         log_path = tmp_path / "train.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
@@ -143,10 +223,14 @@ def train(tmp_path: Path, workshop: Path) -> Iterator[Callable[..., Training]]:
                 stdout=log,
                 stderr=log,
                 cwd=tmp_path,
-                env={**os.environ, "VERL_FAPO_TEST": marker},
+                env={
+                    **os.environ,
+                    **own.mark,
+                    ADDRESS_VARIABLE: fork_server.address if warm else "",
+                },
                 start_new_session=True,
             )
-        training = Training(process=process, folder=tmp_path, log_path=log_path, marker=marker)
+        training = Training(process=process, folder=tmp_path, log_path=log_path, own=own)
         started.append(training)
         return training
 

@@ -15,25 +15,6 @@ from verl_fapo.checks import check_config, check_verl_version
 from verl_fapo.errors import SettingsError, UsageError
 
 
-@pytest.fixture
-def good(compose, workshop: Path):
-    """Composes the workshop's config, with overrides on top."""
-
-    def good(*overrides: str):
-        return compose(
-            "+recipe=fapo",
-            "+recipe/device=cpu",
-            f"actor_rollout_ref.model.path={workshop / 'policy'}",
-            f"fapo.judge.model={workshop / 'judge'}",
-            "fapo.judge.max_tokens=64",
-            f"data.train_files={workshop / 'train.parquet'}",
-            f"data.val_files={workshop / 'validation.parquet'}",
-            *overrides,
-        )
-
-    return good
-
-
 def test_good_config_passes(good, workshop):
     assert check_config(good("fapo.penalty=0.5")).penalty == 0.5
 
@@ -47,6 +28,15 @@ MISTAKES = [
     pytest.param(["actor_rollout_ref.model.path=null"], ["model.path=None", "expected the path"], id="no policy"),
     pytest.param(["actor_rollout_ref.model.path=/nowhere"], ["actor_rollout_ref.model.path"], id="wrong policy path"),
     pytest.param(["fapo.penalti=1"], ["fapo.penalti", "did you mean fapo.penalty"], id="unknown key"),
+    pytest.param(
+        ["fapo.judge.template=/nowhere/t.txt"], ["fapo.judge.template='/nowhere/t.txt'", "no such file"], id="template"
+    ),
+    pytest.param(
+        ["fapo.judge.template=setup.cfg"],
+        ["fapo.judge.template='setup.cfg', line", "expected {problem}"],
+        id="no template",
+    ),
+    pytest.param(["fapo.judge.template=''"], ["fapo.judge.template=''"], id="no name of a template"),
     pytest.param(["fapo.judge.modle=x"], ["did you mean fapo.judge.model"], id="unknown key in a group"),
     pytest.param(["fapo.penalty=3"], ["fapo.penalty=3", "less than or equal to 2"], id="penalty out of range"),
     pytest.param(["fapo.penalty=high"], ["fapo.penalty='high'"], id="penalty of a wrong type"),
@@ -167,24 +157,36 @@ def test_model_file_that_is_no_json_object_is_refused(good, workshop, tmp_path, 
         check_config(good(f"fapo.judge.model={judge}"))
 
 
+UNCOUNTED = ("ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.num_gpus=null")
+
+
 @pytest.fixture
 def cluster(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
 
 
-def test_on_a_cluster_devices_are_counted_by_ray_and_folders_must_be_absolute(good, cluster, tmp_path):
-    with pytest.raises(UsageError, match=r"trainer.default_local_dir='checkpoints.*' is relative"):
+def test_on_a_cluster_devices_are_counted_by_ray_and_folders_must_be_absolute(good, cluster, tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match=r"ray_kwargs.ray_init.num_cpus=16, but this command joins a Ray cluster"):
         check_config(good())
+    with pytest.raises(UsageError, match=r"set ray_kwargs.ray_init.num_gpus=null"):
+        check_config(good("ray_kwargs.ray_init.num_cpus=null"))
+    with pytest.raises(UsageError, match=r"trainer.default_local_dir='checkpoints.*' is relative"):
+        check_config(good(*UNCOUNTED))
     absolute = f"trainer.default_local_dir={tmp_path}"
     with pytest.raises(UsageError, match=r"fapo.run_dir='here' is relative"):
-        check_config(good(absolute, "fapo.run_dir=here"))
-    check_config(good(absolute, "fapo.genrm.replicas=100"))
+        check_config(good(*UNCOUNTED, absolute, "fapo.run_dir=here"))
+    (tmp_path / "t.txt").write_text("{problem}\n{reference}\n{solution}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"fapo.judge.template='t.txt' is relative"):
+        check_config(good(*UNCOUNTED, absolute, "fapo.judge.template=t.txt"))
+    check_config(good(*UNCOUNTED, absolute, f"fapo.judge.template={tmp_path / 't.txt'}"))
+    check_config(good(*UNCOUNTED, absolute, "fapo.genrm.replicas=100"))
 
 
 def test_cluster_started_with_ray_start_is_joined_without_an_address(good, monkeypatch):
     monkeypatch.setattr(checks, "read_ray_address", lambda: "10.0.0.1:6379")
     with pytest.raises(UsageError, match="is relative"):
-        check_config(good())
+        check_config(good(*UNCOUNTED))
     check_config(good("+ray_kwargs.ray_init.address=local"))
 
 

@@ -66,11 +66,10 @@ def test_recipe_file_starts_with_its_package_and_says_how_it_is_used(path):
 
 def test_command_without_a_recipe_composes_as_without_the_plugin(tmp_path):
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "--cfg", "all"]
-    configs = [
-        subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
-            env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": plugins},
-        ).stdout
-        for plugins in ("auto", "none")
-    ]  # fmt: skip
+    configs = []
+    for plugins in ("auto", "none"):
+        environment = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": plugins}
+        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr[-2000:]
+        configs.append(run.stdout)
     assert configs[0] == configs[1] != ""

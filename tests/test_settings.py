@@ -31,6 +31,13 @@ def test_external_servers_take_no_device():
         pytest.param({"xyz": 1, **GOOD}, "fapo has penalty, run_dir", id="far name"),
         pytest.param({"judge": {"model": "m", "on_unknown": "ignore"}}, "fapo.judge.on_unknown='ignore'", id="choice"),
         pytest.param({}, "fapo: judge.model is not set", id="no judge"),
+        pytest.param({"judge": {"model": "m", "samples": 0}}, "fapo.judge.samples=0", id="samples"),
+        pytest.param({"judge": {"model": "m", "scope": "some"}}, "fapo.judge.scope='some'", id="scope"),
+        pytest.param(
+            {"judge": {"model": "m", "samples": 3, "temperature": 0}},
+            "samples is 3 but temperature is 0.*set temperature above 0, or samples to 1",
+            id="samples that are the same",
+        ),
     ],
 )
 def test_mistake_names_key_value_and_way_out(block, said):

@@ -8,22 +8,27 @@ from tests.conftest import Training, read_lines
 from verl_fapo.data import gsm8k_rows, write_parquet
 
 VARIANTS = [
-    pytest.param([], id="sync"),
-    pytest.param(["trainer.v1.trainer_mode=fapo_colocate_async"], id="colocate_async"),
+    pytest.param([], False, id="sync, with a fork server of its own"),
+    pytest.param(["hydra.callbacks.device.fork_server=false"], False, id="sync, without fork server"),
+    pytest.param(["trainer.v1.trainer_mode=fapo_colocate_async"], True, id="colocate_async"),
     pytest.param(
         ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3", "fapo.penalty=0.5"],
+        True,
         id="two FSDP2 ranks and two rollout replicas",
     ),
 ]
 
 
-@pytest.mark.parametrize("overrides", VARIANTS)
-def test_training_judges_right_answers_and_its_folder_tells_the_whole_story(train, overrides):
-    training = train(*overrides)
+@pytest.mark.parametrize(("overrides", "warm"), VARIANTS)
+def test_training_judges_right_answers_and_its_folder_tells_the_whole_story(train, overrides, warm):
+    training = train(*overrides, warm=warm)
     assert training.wait() == 0, training.log[-3000:]
     penalty = 0.5 if "fapo.penalty=0.5" in overrides else 1.0
     check_run_folder(training, penalty=penalty)
-    assert training.leftovers() == []
+    left = training.leftovers()
+    if "hydra.callbacks.device.fork_server=false" in overrides:  # then nobody removes semaphores of killed processes
+        left = [name for name in left if not name.startswith("sem.mp-")]
+    assert left == []
 
 
 def check_run_folder(training: Training, *, penalty: float) -> None:

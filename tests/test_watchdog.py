@@ -43,6 +43,15 @@ def run(tmp_path):
     return folder
 
 
+def watch(run: RunFolder, **changes: object) -> Watchdog:
+    """A watchdog over a run without servers, that ends it when it loses one."""
+
+    def lost(server: str) -> None:
+        raise StalledError(f"{server} died")
+
+    return Watchdog(run, **{"servers": list, "is_dead": is_dead, "lost": lost, "stall_seconds": 1000.0, **changes})
+
+
 @pytest.mark.parametrize(("status", "dead"), [(200, False), (404, False), (503, True), (500, True)])
 def test_server_is_dead_if_it_says_so(health_server, status, dead):
     health_server.handler.status = status
@@ -87,7 +96,7 @@ from verl_fapo.run_folder import RunFolder
 watchdog.CHECK_SECONDS = 0.05
 run = RunFolder(sys.argv[1])
 run.fail = lambda cause: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-watchdog.Watchdog(run, stall_seconds=0.0, servers=list).start()
+watchdog.Watchdog(run, stall_seconds=0.0, servers=list, is_dead=bool, lost=print).start()
 import time; time.sleep(60)
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=30)
@@ -98,7 +107,7 @@ def test_stall_is_noticed_even_if_the_servers_can_not_be_asked(run):
     def servers():
         raise OSError("no route")
 
-    watchdog = Watchdog(run, stall_seconds=0.1, servers=servers)
+    watchdog = watch(run, stall_seconds=0.1, servers=servers)
     time.sleep(0.2)
     with pytest.raises(StalledError, match="no rollout scored"):
         watchdog.check()
@@ -116,7 +125,7 @@ def test_watch_goes_on_after_an_error_of_its_own(run, monkeypatch, caplog):
         looked.set()
         return []
 
-    watchdog = Watchdog(run, stall_seconds=1000, servers=servers)
+    watchdog = watch(run, stall_seconds=1000, servers=servers)
     watchdog.start()
     assert looked.wait(10)
     watchdog.stop()
@@ -131,7 +140,7 @@ def test_server_that_is_slow_is_not_dead(monkeypatch):
 
 
 def test_dead_server_ends_the_run_after_several_looks(run, unused_tcp_port):
-    watchdog = Watchdog(run, stall_seconds=1000, servers=lambda: [f"127.0.0.1:{unused_tcp_port}"])
+    watchdog = watch(run, stall_seconds=1000, servers=lambda: [f"127.0.0.1:{unused_tcp_port}"])
     for _ in range(FAILURES_UNTIL_DEAD - 1):
         watchdog.check()
     with pytest.raises(StalledError, match=f"{unused_tcp_port} died"):
@@ -139,7 +148,7 @@ def test_dead_server_ends_the_run_after_several_looks(run, unused_tcp_port):
 
 
 def test_server_that_recovers_is_forgiven(run, health_server):
-    watchdog = Watchdog(run, stall_seconds=1000, servers=lambda: [health_server.address])
+    watchdog = watch(run, stall_seconds=1000, servers=lambda: [health_server.address])
     for _ in range(5):
         for status in (*[503] * (FAILURES_UNTIL_DEAD - 1), 200):
             health_server.handler.status = status
@@ -147,9 +156,56 @@ def test_server_that_recovers_is_forgiven(run, health_server):
 
 
 def test_run_without_progress_is_ended_and_one_with_progress_is_not(run):
-    watchdog = Watchdog(run, stall_seconds=0.2, servers=list)
+    watchdog = watch(run, stall_seconds=0.2, servers=list)
     time.sleep(0.3)
     with pytest.raises(StalledError, match="no rollout scored and no step ended"):
         watchdog.check()
     RolloutLog(run.root).write({"id": "a_0", "judged": False})
     watchdog.check()
+
+
+def test_server_that_can_be_spared_is_reported_until_it_is_taken_out(run, unused_tcp_port):
+    servers, lost = [f"127.0.0.1:{unused_tcp_port}"], []
+
+    def spare(server: str) -> None:
+        lost.append(server)
+        if len(lost) == 1:
+            raise OSError("the router does not answer")
+        servers.remove(server)
+
+    watchdog = watch(run, servers=lambda: list(servers), lost=spare)
+    for _ in range(FAILURES_UNTIL_DEAD - 1):
+        watchdog.check()
+    with pytest.raises(OSError):
+        watchdog.check()
+    watchdog.check()
+    watchdog.check()
+    assert len(lost) == 2 and not servers, "tried again until it went through"
+
+
+def test_cause_is_written_before_the_last_act(tmp_path):
+    code = """
+import sys
+from verl_fapo import watchdog
+from verl_fapo.run_folder import RunFolder
+watchdog.CHECK_SECONDS = 0.05
+run = RunFolder(sys.argv[1])
+watchdog.Watchdog(run, stall_seconds=0.0, servers=list, is_dead=bool, lost=print,
+                  before_end=lambda: print(run.failure, flush=True)).start()
+import time; time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and done.stdout.startswith("StalledError: no rollout scored")
+
+
+def test_stopped_watchdog_ends_nothing(run, monkeypatch):
+    monkeypatch.setattr(watchdog_module, "CHECK_SECONDS", 0.01)
+
+    def lost(server: str) -> None:
+        watchdog.stop()
+        raise StalledError("just now")
+
+    watchdog = watch(run, servers=lambda: ["h:1"], is_dead=lambda server: True, lost=lost)
+    watchdog.start()
+    watchdog.join(10)
+    assert run.failure is None

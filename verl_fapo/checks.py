@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ray._private.utils import read_ray_address
 
 from verl_fapo.errors import DataError, ModelError, SettingsError
 from verl_fapo.settings import FAPOSettings, read_settings
+from verl_fapo.templates import BUILT_IN, read_template
 
 SUPPORTED_VERL = "0.9."
 TRAINER_MODES = ("fapo_sync", "fapo_colocate_async", "fapo_separate_async")
@@ -43,6 +44,8 @@ MODEL_FILES = {
     },
     "chat template": {},
 }
+CLUSTER_COUNTS = ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus")
+DATA_KEYS = ("data.train_files", "data.val_files")
 ANSWER_KINDS = (
     pyarrow.types.is_string,
     pyarrow.types.is_large_string,
@@ -59,24 +62,14 @@ def check_config(config: DictConfig) -> FAPOSettings:
     Raises:
         UsageError: what is wrong, in one line with the key, the value and the way out.
     """
+    for checks in CHECKS.values():
+        for check in checks:
+            check(config)
+    return read_settings(config)
+
+
+def check_verl(config: DictConfig) -> None:
     check_verl_version(importlib.metadata.version("verl"))
-    check_legacy_keys(config)
-    check_trainer(config)
-    check_reward(config)
-    settings = read_settings(config)
-    if joins_cluster(config):
-        check_folders(config, settings)
-    else:
-        check_devices(config, settings)
-    check_policy(config.actor_rollout_ref.model)
-    check_sizes(config)
-    if settings.genrm.placement == "standalone":
-        check_model(settings.judge.model, "fapo.judge.model")
-        check_context(config, settings)
-    for key in ("train_files", "val_files"):
-        for path in _paths(config.data[key], f"data.{key}"):
-            check_data(path, f"data.{key}", config.data)
-    return settings
 
 
 def check_verl_version(version: str) -> None:
@@ -124,12 +117,21 @@ def joins_cluster(config: DictConfig) -> bool:
     return address != "local" and bool(address or read_ray_address())
 
 
-def check_folders(config: DictConfig, settings: FAPOSettings) -> None:
-    """On a cluster each process has a working directory of its own."""
+def check_cluster(config: DictConfig) -> None:
+    """On a cluster, devices are counted already, and each process has a working directory of its own."""
+    if not joins_cluster(config):
+        return
+    for key in CLUSTER_COUNTS:
+        if (count := OmegaConf.select(config, key)) is not None:
+            raise SettingsError(
+                f"{key}={count!r}, but this command joins a Ray cluster, which has counted its own; set {key}=null"
+            )
     folders = {
         "trainer.default_local_dir": config.trainer.default_local_dir,
-        "fapo.run_dir": settings.run_dir,
+        "fapo.run_dir": read_settings(config).run_dir,
     }
+    if (template := read_settings(config).judge.template) not in BUILT_IN:
+        folders["fapo.judge.template"] = template
     for key, path in folders.items():
         if not Path(path).is_absolute():
             raise SettingsError(
@@ -138,28 +140,41 @@ def check_folders(config: DictConfig, settings: FAPOSettings) -> None:
             )
 
 
-def check_devices(config: DictConfig, settings: FAPOSettings) -> None:
-    """Compare what the pools take with what a Ray started by this command will have."""
+def pool_devices(config: DictConfig) -> dict[str, int]:
+    """Devices that each part of a training takes."""
     for key in ("nnodes", "n_gpus_per_node"):
         if not isinstance(config.trainer[key], int) or config.trainer[key] < 1:
             raise SettingsError(f"trainer.{key}={config.trainer[key]!r}: expected a whole number above 0")
-    devices = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
-    if devices is None:
-        if not torch.cuda.is_available():
-            return
-        devices = torch.cuda.device_count()
-    parts = {"trainer": config.trainer.nnodes * config.trainer.n_gpus_per_node, "GenRM": settings.genrm.num_devices}
+    genrm = read_settings(config).genrm
+    pools = {"trainer": config.trainer.nnodes * config.trainer.n_gpus_per_node, "GenRM": genrm.num_devices}
     if config.trainer.v1.trainer_mode == "fapo_separate_async":
         rollout = config.actor_rollout_ref.rollout
-        parts["rollout"] = rollout.nnodes * rollout.n_gpus_per_node
-    needed = sum(parts.values())
-    if needed > devices:
-        shares = " + ".join(f"{name} {count}" for name, count in parts.items())
+        pools["rollout"] = rollout.nnodes * rollout.n_gpus_per_node
+    return pools
+
+
+def check_devices(config: DictConfig) -> None:
+    """Compare what the pools take with what a Ray started by this command will have."""
+    if joins_cluster(config):
+        return
+    pools = pool_devices(config)
+    devices = own_devices(config)
+    needed = sum(pools.values())
+    if devices is not None and needed > devices:
+        shares = " + ".join(f"{name} {count}" for name, count in pools.items())
         raise SettingsError(
             f"{needed} devices are needed ({shares}) but Ray will have {devices:g}; use fewer in "
             "trainer.n_gpus_per_node or fapo.genrm.replicas, or on a CPU set "
             f"ray_kwargs.ray_init.num_gpus={needed}"
         )
+
+
+def own_devices(config: DictConfig) -> float | None:
+    """Devices of a Ray started by this command; None where only Ray can count them."""
+    devices = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
+    if devices is None and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return devices
 
 
 def check_sizes(config: DictConfig) -> None:
@@ -182,8 +197,9 @@ def check_sizes(config: DictConfig) -> None:
         )
 
 
-def check_policy(model: DictConfig) -> None:
+def check_policy(config: DictConfig) -> None:
     """Check the policy's checkpoint, whose tokenizer and chat template may be elsewhere."""
+    model = config.actor_rollout_ref.model
     parts = {"weights": model.path, "tokenizer": model.tokenizer_path or model.path}
     for part, path in parts.items():
         key = "actor_rollout_ref.model." + ("path" if path == model.path else "tokenizer_path")
@@ -227,8 +243,30 @@ def _check_model_folder(folder: Path, key: str, parts: tuple[str, ...]) -> None:
         )
 
 
-def check_context(config: DictConfig, settings: FAPOSettings) -> None:
-    """A critique of full length must fit the judge's context, or every request would be refused."""
+def check_template(config: DictConfig) -> None:
+    """Read the judge's template, which every reward worker will read again."""
+    read_template(read_settings(config).judge.template)
+
+
+def check_judge(config: DictConfig) -> None:
+    """Check the judge's checkpoint, where it is served here.
+
+    A critique of full length must fit its context, or every request would be refused.
+    """
+    settings = read_settings(config)
+    if settings.genrm.placement != "standalone":
+        return
+    check_model(settings.judge.model, "fapo.judge.model")
+    for name, limit in judge_contexts(config, settings).items():
+        if settings.judge.max_tokens >= limit:
+            raise SettingsError(
+                f"fapo.judge.max_tokens={settings.judge.max_tokens} leaves no room for a prompt in the judge's context "
+                f"({name}={limit}); lower fapo.judge.max_tokens"
+            )
+
+
+def judge_contexts(config: DictConfig, settings: FAPOSettings) -> dict[str, int]:
+    """The limits of the judge's context that are known, by the name of the setting."""
     model_config = _read_json(Path(settings.judge.model, "config.json"), "fapo.judge.model")
     text_config = model_config.get("text_config")
     text_config = text_config if isinstance(text_config, dict) else model_config
@@ -236,12 +274,7 @@ def check_context(config: DictConfig, settings: FAPOSettings) -> None:
         "max_position_embeddings": text_config.get("max_position_embeddings"),
         "reward.reward_model.rollout.max_model_len": config.reward.reward_model.rollout.max_model_len,
     }
-    for name, limit in limits.items():
-        if isinstance(limit, int) and settings.judge.max_tokens >= limit:
-            raise SettingsError(
-                f"fapo.judge.max_tokens={settings.judge.max_tokens} leaves no room for a prompt in the judge's context "
-                f"({name}={limit}); lower fapo.judge.max_tokens"
-            )
+    return {name: limit for name, limit in limits.items() if isinstance(limit, int)}
 
 
 def _read_json(path: Path, key: str) -> Mapping[str, Any]:
@@ -250,6 +283,22 @@ def _read_json(path: Path, key: str) -> Mapping[str, Any]:
         return content | {}
     except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise ModelError(f"{key}: {path} is no JSON object ({exc}); copy the checkpoint again") from exc
+
+
+def check_files(config: DictConfig) -> None:
+    """Check every data file."""
+    for key in DATA_KEYS:
+        for path in data_paths(config, key):
+            check_data(path, key, config.data)
+
+
+def data_paths(config: DictConfig, key: str) -> list[str]:
+    """The files that ``key`` names."""
+    files = OmegaConf.select(config, key)
+    paths = list(files) if isinstance(files, ListConfig) else [files]
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        raise DataError(f"{key}={paths if paths else '[]'}: expected the path of a file, or a list of paths")
+    return paths
 
 
 def check_data(path: str, key: str, data: DictConfig) -> None:
@@ -282,13 +331,6 @@ def _has_field(kind: pyarrow.DataType, name: str) -> bool:
     return pyarrow.types.is_struct(kind) and kind.get_field_index(name) >= 0
 
 
-def _paths(files: Any, key: str) -> list[str]:
-    paths = list(files) if isinstance(files, ListConfig) else [files]
-    if not paths or not all(isinstance(path, str) and path for path in paths):
-        raise DataError(f"{key}={paths if paths else '[]'}: expected the path of a file, or a list of paths")
-    return paths
-
-
 def _leaves(config: Any, roots: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name in sorted(roots & set(config)) if not prefix else config:
         value = config[name]
@@ -296,3 +338,21 @@ def _leaves(config: Any, roots: set[str], prefix: str = "") -> Iterator[tuple[st
             yield from _leaves(value, roots, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+# In the order in which a command makes them, by what they look at; each raises a UsageError.
+CHECKS: dict[str, tuple[Callable[[DictConfig], object], ...]] = {
+    "settings": (
+        check_verl,
+        check_legacy_keys,
+        check_trainer,
+        check_reward,
+        read_settings,
+        check_template,
+        check_cluster,
+        check_devices,
+    ),
+    "policy": (check_policy, check_sizes),
+    "judge": (check_judge,),
+    "data": (check_files,),
+}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import click
 
 from verl_fapo import __version__
-from verl_fapo.errors import RunError, UsageError
+from verl_fapo.errors import DataError, RunError, UsageError
+
+PROMPT_KEYS = ("problem", "ground_truth", "solution")
 
 
 class _Command(click.Group):
@@ -18,6 +22,8 @@ class _Command(click.Group):
         except (UsageError, RunError) as exc:
             click.echo(f"verl-fapo: {exc}", err=True)
             context.exit(2 if isinstance(exc, UsageError) else 1)
+        except BrokenPipeError:
+            raise  # click ends in silence, as its reader has
         except OSError as exc:
             click.echo(f"verl-fapo: {exc}", err=True)
             context.exit(2)
@@ -33,14 +39,25 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--model", type=click.Path(path_type=Path), help="Model folder of policy and judge.  [default: SmolLM2]")
-@click.option("--judge", type=click.Path(path_type=Path), help="Model folder of the judge.  [default: as --model]")
+@click.option(
+    "--profile",
+    type=click.Choice(["tiny", "smollm2"]),
+    help="tiny: a small world, whose models learn and judge. smollm2: SmolLM2-135M.  [default: tiny; smollm2 with "
+    "--model, --judge or --data]",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Of models and problems.")
+@click.option("--model", type=click.Path(path_type=Path), help="Model folder of the policy.  [default: the profile's]")
+@click.option(
+    "--judge",
+    type=click.Path(path_type=Path),
+    help="Model folder of the judge.  [default: as --model, or the profile's]",
+)
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Parquet file of problems, validation included.  [default: word problems]",
+    help="Parquet file of problems, validation included.  [default: the profile's]",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="Training steps.")
+@click.option("--steps", type=click.IntRange(min=1), help="Training steps.  [default: 15; smollm2: 2]")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -49,15 +66,16 @@ def main() -> None:
     help="Folder for the run, its log and its data.",
 )
 @click.argument("overrides", nargs=-1)
-def demo(**options: object) -> None:
+def demo(profile: str | None, **options: object) -> None:
     """Train with FAPO on this machine's CPU, and show what came out.
 
-    OVERRIDES are veRL settings, such as actor_rollout_ref.rollout.n=8 or fapo.penalty=0.5. The sizes are a toy's: a
-    model of your own may want data.max_response_length=512 fapo.judge.max_tokens=1024.
+    OVERRIDES are veRL settings, such as fapo.penalty=0 for the baseline, or data.max_response_length=512
+    fapo.judge.max_tokens=1024 for a model of your own.
     """
-    from verl_fapo.demo import DemoOptions, run_demo
+    from verl_fapo.demo.run import DemoOptions, run_demo
 
-    sys.exit(run_demo(DemoOptions(**options)))
+    own = any(options[name] for name in ("model", "judge", "data"))
+    sys.exit(run_demo(DemoOptions(profile=profile or ("smollm2" if own else "tiny"), **options)))
 
 
 @main.command()
@@ -82,3 +100,119 @@ def report(run: Path, finish: bool) -> None:
     from verl_fapo.report import report_run
 
     report_run(run, finish=finish)
+
+
+@main.command()
+@click.argument("file", type=click.File(encoding="utf-8"))
+@click.option(
+    "--scope",
+    type=click.Choice(["whole", "after_think"]),
+    default="whole",
+    show_default=True,
+    help="What of a solution was judged, like fapo.judge.scope.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a row instead.")
+@click.option(
+    "--prompt", "template", metavar="TEMPLATE", help="Print the prompts instead: paragraphs, raw, or a template file."
+)
+def verdict(file: TextIO, scope: str, as_json: bool, template: str | None) -> None:
+    """Show what the parser makes of the critiques in FILE, such as a run's critiques.jsonl; - is standard input.
+
+    FILE holds a JSON object, a list of them, or one a line, with the texts solution and critique (or a list critiques).
+    """
+    from verl_fapo import critique_view as view
+    from verl_fapo.critique import split_paragraphs
+    from verl_fapo.templates import read_template
+
+    prompts = read_template(template) if template is not None else None
+    try:
+        text = file.read()
+    except UnicodeDecodeError as exc:
+        raise DataError(f"{file.name}: no text in UTF-8 ({exc})") from exc
+    for number, row in view.read_rows(text, where=file.name):
+        try:
+            if prompts:
+                problem, reference, solution = (view.row_text(row, key) for key in PROMPT_KEYS)
+                prompt = prompts.render(problem, reference, split_paragraphs(solution, scope=scope))
+                click.echo(json.dumps({"row": number, "prompt": prompt}) if as_json else view.harmless(prompt))
+                continue
+            reading = view.read_row(row, scope=scope)
+        except DataError as exc:
+            raise DataError(f"{file.name}: row {number}: {exc}") from exc
+        click.echo(view.as_json(number, reading) if as_json else "\n".join(view.show(number, reading)))
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+def template(file: Path, out: Path) -> None:
+    """Write the judge's template that the prompts of FILE were made from to OUT, for fapo.judge.template.
+
+    FILE is in the form of FAPO-Critic, JSON lines or parquet. Every one of its prompts is made again from the template
+    and must be the same, byte for byte.
+    """
+    from verl_fapo.critique_view import template_of
+
+    found, num_rows, num_escaped = template_of(file)
+    out.write_bytes(f"{found.text}\n".encode())
+    click.echo(f"{out}: all {num_rows} prompts are made again from it, byte for byte")
+    if num_escaped:
+        click.echo(f"in {num_escaped} of them, lines that imitate the prompt would be escaped now")
+
+
+@main.command()
+def warm() -> None:
+    """Keep a fork server for CPU runs ready until Ctrl-C: they start faster, and need not start one themselves.
+
+    It prints the line that tells a shell of it.
+    """
+    from verl_fapo.cpu.fork_server import ADDRESS_VARIABLE, ForkServer, recipe_environment
+
+    server = ForkServer(recipe_environment())
+    try:
+        server.wait_until_ready()
+        click.echo(f"export {ADDRESS_VARIABLE}={server.address}")
+        server.wait()
+    except KeyboardInterrupt:
+        server.close()
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print a list of {section, status, what, way_out} instead.")
+@click.option("--recipe", "recipes", multiple=True, help="A recipe of the command, such as fapo or device/cpu.")
+@click.option("--overrides", "more", multiple=True, help="One argument of the command, like OVERRIDES.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120,
+    show_default=True,
+    help="Longest time for one part of the examination.",
+)
+@click.argument("overrides", nargs=-1)
+def doctor(
+    as_json: bool, recipes: tuple[str, ...], more: tuple[str, ...], seconds: float, overrides: tuple[str, ...]
+) -> None:
+    """Look for what would keep FAPO from training here: packages, plugin, machine, Ray.
+
+    OVERRIDES are the arguments of the command python -m verl.trainer.main_ppo; with them, or with --recipe, its
+    settings, models and data are examined too. Nothing is started or written. The exit code is 1 if there is a
+    problem.
+    """
+    from verl_fapo.doctor.examination import examine_all, show, show_json
+
+    if sys.stderr.isatty():
+        click.echo("this takes about a minute", err=True)
+    arguments = [*map(recipe_override, recipes), *more, *overrides]
+    findings = examine_all(arguments, seconds=seconds)
+    (show_json if as_json else show)(findings)
+    sys.exit(any(finding.status == "problem" for finding in findings))
+
+
+def recipe_override(recipe: str) -> str:
+    """``fapo`` as ``+recipe=fapo``; ``device/cpu`` or ``device=cpu`` as ``+recipe/device=cpu``."""
+    group, _, name = recipe.replace("=", "/").rpartition("/")
+    return f"+recipe/{group}={name}" if group else f"+recipe={name}"
+
+
+if __name__ == "__main__":
+    main()

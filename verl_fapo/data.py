@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,15 @@ def write_parquet(rows: Iterable[dict[str, Any]], path: Path) -> int:
     finally:
         temporary.unlink(missing_ok=True)
     return len(table)
+
+
+def problem_text(row: Mapping[str, Any]) -> str:
+    """The task as the judge sees it: ``extra_info.question``, or else the last message to the policy."""
+    extra_info = row.get("extra_info")
+    question = extra_info.get("question") if isinstance(extra_info, Mapping) else None
+    if isinstance(question, str) and question:
+        return question
+    return str(list(row["raw_prompt"])[-1]["content"])
 
 
 def _task(question: str) -> str:

@@ -141,6 +141,10 @@ class RunFolder:
         for record in self._latest(ROLLOUTS):
             yield {key: value for key, value in record.items() if key not in TEXTS}
 
+    def judged(self) -> Iterator[dict[str, Any]]:
+        """All judged rollouts, merged or not, each once, with their texts."""
+        return (record for record in self._latest(CRITIQUES) if record["judged"])
+
     def summarise(self, *, status: str, ended_at: float) -> dict[str, Any]:
         """What :meth:`finish` would write."""
         started_at = float((self.root / STARTED_AT).read_text())
@@ -190,7 +194,7 @@ class RunFolder:
             path.rename(self.root / MERGING / f"{uuid.uuid4().hex[:8]}-{path.name}")
         sizes = None
         while sizes != (sizes := [path.stat().st_size for path in sorted((self.root / MERGING).iterdir())]):
-            _replace(self.root / CRITIQUES, (_dump(record) for record in self._latest(CRITIQUES) if record["judged"]))
+            _replace(self.root / CRITIQUES, map(_dump, self.judged()))
             _replace(self.root / ROLLOUTS, map(_dump, self.scored()))
         shutil.rmtree(self.root / MERGING)
         with contextlib.suppress(OSError):  # not there, or not empty
@@ -261,9 +265,12 @@ def _read(path: Path, *, key: str) -> Iterator[dict[str, Any]]:
 
 def _replace(path: Path, lines: Iterable[str]) -> None:
     temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in lines)
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+        temporary.replace(path)
+    finally:  # what was written until the disk was full would take room
+        temporary.unlink(missing_ok=True)
 
 
 def _dump(record: Mapping[str, Any]) -> str:

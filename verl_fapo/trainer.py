@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -13,12 +14,15 @@ from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 
+from verl_fapo.errors import JudgeError, StalledError
 from verl_fapo.genrm import GenRMGroup
 from verl_fapo.managers.fapo import VALIDATION_KEY
 from verl_fapo.metrics import JudgeHealth, step_metrics
 from verl_fapo.run_folder import RunFolder
 from verl_fapo.settings import read_settings
-from verl_fapo.watchdog import Watchdog
+from verl_fapo.watchdog import Watchdog, is_dead, is_gone
+
+logger = logging.getLogger(__name__)
 
 
 class FAPOTrainer:
@@ -34,10 +38,10 @@ class FAPOTrainer:
         self.judge_health = JudgeHealth(settings.judge.max_unknown_rate)
         self.watchdog = Watchdog(
             self.run_folder,
+            servers=lambda: [*self._rollout_server_addresses(), *self.genrm.replicas],
+            is_dead=self._is_dead,
+            lost=self._lost,
             stall_seconds=settings.stall_seconds,
-            servers=self._rollout_server_addresses,
-            # SGLang answers /health by generating, which must not happen while its weights are away.
-            ask_health=config.actor_rollout_ref.rollout.name == "vllm",
         )
         self._step_extras: list[dict[str, float]] = []
         self._training = False
@@ -95,21 +99,31 @@ class FAPOTrainer:
     def _validate(self) -> dict[str, float]:
         metrics = super()._validate()
         if not self._training:
-            self.run_folder.log_metrics(self.global_steps, metrics)
+            self._record(self.global_steps, metrics)
         return metrics
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         # Before the update: a step that a broken judge scored is not learned from.
         extras = self._reward_extras(batch)
         self._step_extras += extras
-        self.judge_health.check(extras)
+        try:
+            self.judge_health.check(extras)
+        except JudgeError as exc:
+            dead = "".join(f"; the GenRM replica at {server} is dead" for server in self._dead_judges())
+            raise JudgeError(f"{exc}{dead}") from exc
         return super()._compute_advantage(batch, metrics)
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, global_steps: int, epoch: int):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         metrics.update(step_metrics(self._step_extras))
         self._step_extras = []
-        self.run_folder.log_metrics(global_steps, metrics)
+        self._record(global_steps, metrics)
+
+    def _record(self, step: int, metrics: dict[str, float]) -> None:
+        try:
+            self.run_folder.log_metrics(step, metrics)
+        except OSError:  # a full disk is no reason to stop training
+            logger.exception("verl_fapo could not record step %d", step)
 
     def _reward_extras(self, batch: KVBatchMeta) -> list[dict[str, float]]:
         keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
@@ -119,12 +133,27 @@ class FAPOTrainer:
     def _rollout_server_addresses(self) -> list[str]:
         return [address for manager in self._rollout_server_managers() for address in manager.server_addresses]
 
+    def _is_dead(self, server: str) -> bool:
+        judge = server in self.genrm.replicas
+        engine = self.config.fapo.genrm.engine if judge else self.config.actor_rollout_ref.rollout.name
+        # SGLang answers /health by generating, which must not happen while its weights are away.
+        return is_dead(server) if engine == "vllm" else is_gone(server)
+
+    def _lost(self, server: str) -> None:
+        if server not in self.genrm.replicas:
+            raise StalledError(f"the rollout server at {server} died; its error is in Ray's worker logs")
+        self.genrm.drop(server)
+
+    def _dead_judges(self) -> list[str]:
+        return [server for server in self.genrm.replicas if self._is_dead(server)]
+
     @contextlib.contextmanager
     def _failure_noted(self) -> Iterator[None]:
         try:
             yield
         except Exception as exc:
-            self.run_folder.fail(f"{type(exc).__name__}: {exc}")
+            with contextlib.suppress(OSError):  # a full disk must not hide the cause
+                self.run_folder.fail(f"{type(exc).__name__}: {exc}")
             raise
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
+import math
 import os
 import socket
 import threading
@@ -13,7 +15,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from verl_fapo.errors import StalledError
+from verl_fapo.errors import RunError, StalledError
 from verl_fapo.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -25,23 +27,34 @@ FAILURES_UNTIL_DEAD = 3
 
 
 class Watchdog(threading.Thread):
-    """Looks after a run from a thread of the trainer's process, and kills that process when nothing else helps.
+    """Looks after a run from a thread, and ends its process when nothing else helps.
 
     Args:
         run: the folder whose progress counts, and where the cause of death is written.
+        servers: ``host:port`` of the servers to look at, asked each time.
+        is_dead: tells of one of them whether it is dead.
+        lost: told of a server that is dead: raises a RunError, or the run goes on, and ``servers`` names it no more.
         stall_seconds: longest time without progress.
-        servers: asked each time; ``host:port`` of the rollout servers that the run can not do without.
-        ask_health: ask their ``/health``; otherwise only whether they take connections.
+        before_end: called when the cause is written, before the process ends.
     """
 
     def __init__(
-        self, run: RunFolder, *, stall_seconds: float, servers: Callable[[], Iterable[str]], ask_health: bool = True
+        self,
+        run: RunFolder,
+        *,
+        servers: Callable[[], Iterable[str]],
+        is_dead: Callable[[str], bool],
+        lost: Callable[[str], None],
+        stall_seconds: float = math.inf,
+        before_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="fapo-watchdog", daemon=True)
         self._run = run
-        self._stall_seconds = stall_seconds
         self._servers = servers
-        self._is_dead = is_dead if ask_health else is_gone
+        self._is_dead = is_dead
+        self._lost = lost
+        self._stall_seconds = stall_seconds
+        self._before_end = before_end
         self._failures: Counter[str] = Counter()
         self._started_at = time.time()
         self._stopped = threading.Event()
@@ -50,21 +63,28 @@ class Watchdog(threading.Thread):
         while not self._stopped.wait(CHECK_SECONDS):
             try:
                 self.check()
-            except StalledError as exc:
-                logger.error("stopping the run: %s", exc)
-                try:
-                    self._run.fail(f"{type(exc).__name__}: {exc}")
-                finally:
-                    # The main thread may sit in a call that never returns; Ray ends this process's actors with it.
-                    os._exit(1)
+            except RunError as exc:
+                if not self._stopped.is_set():
+                    self._end(exc)
             except Exception:  # a disk or a server that hiccups must not end the watch
                 logger.exception("the watchdog goes on after")
+
+    def _end(self, cause: RunError) -> None:
+        logger.error("stopping the run: %s", cause)
+        try:
+            with contextlib.suppress(OSError):  # a full disk
+                self._run.fail(f"{type(cause).__name__}: {cause}")
+            self._before_end()
+        finally:
+            # The main thread may sit in a call that never returns; Ray ends this process's actors with it.
+            os._exit(1)
 
     def check(self) -> None:
         """One look.
 
         Raises:
-            StalledError: a server says of itself that it is dead, or is gone; or there is no progress.
+            StalledError: there is no progress.
+            RunError: what ``lost`` raises.
         """
         idle = time.time() - max(self._started_at, self._run.last_change())
         if idle > self._stall_seconds:
@@ -75,7 +95,7 @@ class Watchdog(threading.Thread):
         for server in self._servers():
             self._failures[server] = self._failures[server] + 1 if self._is_dead(server) else 0
             if self._failures[server] >= FAILURES_UNTIL_DEAD:
-                raise StalledError(f"the rollout server at {server} died; its error is in Ray's worker logs")
+                self._lost(server)
 
     def stop(self) -> None:
         """Stop looking."""

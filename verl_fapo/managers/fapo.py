@@ -16,6 +16,7 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from verl_fapo.answers import Verification, verify
 from verl_fapo.critique import UnknownReason, Verdict
+from verl_fapo.data import problem_text
 from verl_fapo.judge import JudgeClient, Judgement
 from verl_fapo.rewards import fapo_reward
 from verl_fapo.run_folder import RolloutLog
@@ -82,7 +83,9 @@ class FAPORewardManager(RewardManagerBase):
             return {"reward_score": -1.0, "reward_extra_info": extras(False, judged=True, judgement=judgement)}
 
     async def _score(self, rollout: Rollout) -> dict[str, Any]:
-        verification = verify(rollout.solution, rollout.ground_truth)
+        verification = await asyncio.to_thread(
+            verify, rollout.solution, rollout.ground_truth, options=self._settings.answer
+        )
         judged = verification.correct and (self._settings.judge.validation or not rollout.validation)
         judgement = NOT_JUDGED
         if judged:
@@ -130,15 +133,6 @@ def read_rollout(item: Any, tokenizer: Any) -> Rollout:
     )
 
 
-def problem_text(row: Mapping[str, Any]) -> str:
-    """The task as the judge sees it: ``extra_info.question``, or else the last message to the policy."""
-    extra_info = row.get("extra_info")
-    question = extra_info.get("question") if isinstance(extra_info, Mapping) else None
-    if isinstance(question, str) and question:
-        return question
-    return str(list(row["raw_prompt"])[-1]["content"])
-
-
 def extras(correct: bool, *, judged: bool, judgement: Judgement) -> dict[str, float]:
     """What goes along with the reward: the same keys and types for every rollout, as veRL needs them."""
     kind = judgement.verdict.kind if judged else "not judged"
@@ -166,6 +160,7 @@ def record(
         "ground_truth": rollout.ground_truth,
         "answer": verification.answer,
         "correct": verification.correct,
+        "method": verification.method.value,
         "judged": judged,
         "critique": judgement.critique,
         "verdict": verdict.kind if judged else None,
