@@ -178,6 +178,62 @@ def warm() -> None:
 
 
 @main.command()
+@click.option("--port", type=click.IntRange(0, 65535), required=True, help="Port to listen on; 0 for a free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; :: for all.")
+@click.option("--worker", "workers", multiple=True, metavar="URL", help="Base URL of a replica, without /v1.")
+@click.option(
+    "--api-key", envvar="FAPO_API_KEY", default="", help="Callers must show it as a bearer token.  [env: FAPO_API_KEY]"
+)
+@click.option("--grace", type=click.FloatRange(min=0), default=600, show_default=True, help="Seconds to end in.")
+@click.option(
+    "--time-scale",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    help="Factor on all of the router's own times, for simulations.",
+)
+@click.option(
+    "--set",
+    "pairs",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A setting of fapo.router, such as policy=least_requests or max_in_flight=64; may be repeated.",
+)
+@click.argument("more_workers", nargs=-1, metavar="[URL]...")
+def route(
+    workers: tuple[str, ...],
+    more_workers: tuple[str, ...],
+    pairs: tuple[str, ...],
+    host: str,
+    port: int,
+    api_key: str,
+    grace: float,
+    time_scale: float,
+) -> None:
+    """Give many replicas of a model one address: a router that loses no request while one of them can answer.
+
+    Any path and method goes to the replicas, except the router's own GET /health, /ready, /metrics and /replicas.
+    Replicas come and go with POST /replicas {"url": URL}, POST /replicas/drain and DELETE /replicas?url=URL.
+    """
+    from verl_fapo.errors import RouterError
+    from verl_fapo.router.serve import serve
+    from verl_fapo.settings import is_base_url, router_settings
+
+    urls = tuple(url.rstrip("/") for url in (*workers, *more_workers))
+    for url in urls:
+        if not is_base_url(url):
+            raise RouterError(f"--worker {url!r}: expected a base URL like http://host:8000, without /v1")
+    serve(
+        router_settings(pairs),
+        urls,
+        host=host,
+        port=port,
+        api_key=api_key,
+        grace_seconds=grace,
+        time_scale=time_scale,
+    )
+
+
+@main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print a list of {section, status, what, way_out} instead.")
 @click.option("--recipe", "recipes", multiple=True, help="A recipe of the command, such as fapo or device/cpu.")
 @click.option("--overrides", "more", multiple=True, help="One argument of the command, like OVERRIDES.")

@@ -4,7 +4,8 @@ FAPOError
 |-- UsageError           the user can mend it: one line, exit code 2
 |   |-- SettingsError    a ``fapo.*`` setting, or a veRL setting beside it
 |   |-- ModelError       a model folder
-|   `-- DataError        a data file
+|   |-- DataError        a data file
+|   `-- RouterError      a replica that the router does not have, an address that is none
 `-- RunError             the run can not go on: named in the run folder, exit code 1
     |-- GenRMError       the judge's replicas did not start, or the last one died
     |-- JudgeError       too many judgements without a verdict
@@ -31,6 +32,10 @@ class ModelError(UsageError):
 
 class DataError(UsageError):
     """A data file is missing, unreadable, or lacks a column."""
+
+
+class RouterError(UsageError):
+    """The router was told of a replica that is none."""
 
 
 class RunError(FAPOError):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
@@ -142,9 +143,37 @@ class GenRMSettings(Settings):
                 f"endpoints is {list(self.endpoints)} but placement is 'standalone'; set placement to 'external'"
             )
         for endpoint in self.endpoints:
-            if not _is_base_url(endpoint):
+            if not is_base_url(endpoint):
                 raise ValueError(f"endpoints holds {endpoint!r}; write a base URL like http://host:8000, without /v1")
         return self
+
+
+class RouterSettings(Settings):
+    policy: Literal["measured_speed", "least_requests", "round_robin"] = "measured_speed"
+    """Who is next: the replica with the fewest requests for its measured speed, never more than it works on at once;
+    the one with the fewest requests; each in turn."""
+
+    max_in_flight: Count | None = Field(None, gt=0)
+    """Requests that a replica works on at once. Unset: its ``max_num_seqs`` in training; elsewhere it is learned from
+    the engine's ``/metrics``."""
+
+    hedge_budget: Number = Field(0.05, ge=0, le=1)
+    """Tokens that second copies of overdue requests may cost, as a share of those answered; 0 for no such copies."""
+
+    timeout_seconds: Number = Field(3600.0, gt=0)
+    """Longest time for a request whose caller names none (``X-Request-Timeout``)."""
+
+    probe_seconds: Number = Field(5.0, gt=0)
+    """Time between two looks at a replica's ``/health``, and the longest wait for it."""
+
+    max_waiting: Count = Field(20_000, gt=0)
+    """Requests that wait for a replica; more get 503 and ``Retry-After``."""
+
+    max_waiting_bytes: Count = Field(2**31, gt=0)
+    """Bytes of all requests under way; beyond it likewise."""
+
+    max_body_bytes: Count = Field(2**24, gt=0)
+    """Bytes of one request; more get 413."""
 
 
 class FAPOSettings(Settings):
@@ -160,6 +189,7 @@ class FAPOSettings(Settings):
     answer: AnswerSettings = AnswerSettings()
     judge: JudgeSettings = JudgeSettings()
     genrm: GenRMSettings = GenRMSettings()
+    router: RouterSettings = RouterSettings()
 
     @model_validator(mode="after")
     def check_model(self) -> FAPOSettings:
@@ -188,6 +218,25 @@ def parse_settings(block: Mapping[str, Any]) -> FAPOSettings:
         raise SettingsError(_explain(exc.errors()[0])) from exc
 
 
+def router_settings(pairs: Iterable[str]) -> RouterSettings:
+    """Settings of the router from ``key=value``, the values as Hydra reads them.
+
+    Raises:
+        SettingsError: the first thing that is wrong.
+    """
+    block = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise SettingsError(f"{pair!r}: expected KEY=VALUE, such as policy=least_requests")
+        block[key.removeprefix("fapo.router.")] = yaml.safe_load(value)
+    try:
+        return RouterSettings.model_validate(block)
+    except ValidationError as exc:
+        error = exc.errors()[0]
+        raise SettingsError(_explain({**error, "loc": ("router", *error["loc"])})) from exc
+
+
 def _explain(error: Mapping[str, Any]) -> str:
     path = [str(part) for part in error["loc"]]
     key = ".".join(["fapo", *path])
@@ -202,7 +251,8 @@ def _explain(error: Mapping[str, Any]) -> str:
     return f"{key}={error['input']!r}: {error['msg']}"
 
 
-def _is_base_url(text: str) -> bool:
+def is_base_url(text: str) -> bool:
+    """True of ``http://host:port``, perhaps with a path before ``/v1``."""
     try:
         parts = urlsplit(text)
         return (
