@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 import time
 from concurrent.futures import Future
 from threading import Thread
 
-import aiohttp
 import ray
-import uvicorn
-from fastapi import Request
-from fastapi.responses import JSONResponse
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
 
 from verl_fapo.errors import GenRMError
-from verl_fapo.settings import FAPOSettings
+from verl_fapo.router import Router, allow_many_connections
+from verl_fapo.settings import FAPOSettings, RouterSettings
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +49,15 @@ class GenRMGroup:
         Args:
             rollout_config: ``reward.reward_model.rollout`` of the veRL config.
         """
-        if self._settings.genrm.placement == "external":
+        standalone = self._settings.genrm.placement == "standalone"
+        if standalone:
+            self._model_config = HFModelConfig(path=self.model)
+            self.model = self._model_config.local_path
+        elif len(self.endpoints) == 1:
             return
-        self._model_config = HFModelConfig(path=self.model)
-        self.model = self._model_config.local_path
-        self._router = Router.remote(self._settings.genrm.replicas * rollout_config.max_num_seqs)
-        self.endpoints = (ray.get(self._router.start.remote()),)
+        limit = rollout_config.max_num_seqs if standalone else None
+        self._router = RouterActor.remote(self._settings.router, self.endpoints, limit)
+        self.endpoints = (ray.get(self._router.start.remote(), timeout=ROUTER_SECONDS),)
 
     def start_replicas(self, rollout_config: DictConfig) -> None:
         """Begin to start the replicas, with the engine settings (memory, dtype, ...) of ``rollout_config``."""
@@ -154,55 +153,30 @@ def replica_config(rollout_config: DictConfig, settings: FAPOSettings) -> DictCo
 
 
 @ray.remote(num_cpus=0)
-class Router:
-    """veRL's router in a process that ends with the run.
-
-    veRL itself forks it off the trainer, where it holds the trainer's connections open: Ray then does not notice
-    that the trainer died, and the command waits for ever.
+class RouterActor:
+    """The router in a process that ends with the run, on the trainer's node.
 
     Args:
-        max_requests: how many may be under way at once.
+        settings: ``fapo.router``.
+        workers: base URLs of replicas that are there already.
+        max_in_flight: requests that a replica works on at once, where ``settings`` does not say; None to learn it.
     """
 
-    def __init__(self, max_requests: int) -> None:
-        from verl.experimental.reward_loop.router.naive_router import NaiveRouter
-
-        # It gives each worker a quarter of its connections.
-        self._router = NaiveRouter([], max_connections=4 * max_requests)
-        self._router.app.add_exception_handler(aiohttp.ClientResponseError, _pass_status_on)
+    def __init__(self, settings: RouterSettings, workers: tuple[str, ...], max_in_flight: int | None) -> None:
+        allow_many_connections()
+        self._arguments = settings, workers, max_in_flight
 
     async def start(self) -> str:
-        """Serve on a free port of this node, 503 until there are workers; returns the base URL once it is served."""
+        """Serve on a free port of this node; returns the base URL. Requests wait until there are replicas."""
+        settings, workers, max_in_flight = self._arguments
+        self._router = Router(settings, workers, max_in_flight=max_in_flight)
         host = ray.util.get_node_ip_address().strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)
-        self._server = uvicorn.Server(uvicorn.Config(self._router.app, log_level="warning"))
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        while not self._server.started:
-            if self._serving.done():
-                self._serving.result()
-            await asyncio.sleep(0.05)
-        address = f"[{host}]" if family == socket.AF_INET6 else host
-        return f"http://{address}:{listener.getsockname()[1]}"
+        port = await self._router.start(host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def route_to(self, worker_urls: list[str]) -> None:
         """Send requests to these base URLs from now on."""
-        counts = self._router.request_counts
-        self._router.request_counts = _RequestCounts({url: counts.get(url, 0) for url in worker_urls})
-        self._router.worker_urls = worker_urls
+        self._router.replace(worker_urls)
 
-
-class _RequestCounts(dict):
-    """Requests of each replica; of one that was taken out, its last ones come back and count no more."""
-
-    def __missing__(self, url: str) -> int:
-        return 0
-
-    def __setitem__(self, url: str, count: int) -> None:
-        if url in self:
-            super().__setitem__(url, count)
-
-
-async def _pass_status_on(request: Request, error: aiohttp.ClientResponseError) -> JSONResponse:
-    # Without it a prompt that is too long would come back as 500, and be asked again.
-    return JSONResponse({"error": f"the GenRM answered {error.status} {error.message}"}, status_code=error.status)
+    async def stop(self) -> None:
+        await self._router.stop()

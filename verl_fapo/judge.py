@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import random
 import re
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from verl_fapo.critique import (
     parse_verdict,
     split_paragraphs,
 )
+from verl_fapo.router.headers import IDEMPOTENCY_HEADER, TIMEOUT_HEADER, VIA, retry_after_seconds
 from verl_fapo.settings import JudgeSettings
 from verl_fapo.templates import read_template
 
@@ -50,21 +53,34 @@ class Judgement:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    body: bytes
+    retry_after: float | None
+    was_routed: bool
+
+
 class JudgeClient:
-    """Judges solutions through one or several servers; one per process, in one event loop.
+    """Judges solutions; one per process, in one event loop.
+
+    A judgement has until its deadline, which it tells the router. What a router of ours could not get is not asked
+    again: it has tried all replicas. Where there is none, failures are tried again a few times, and whoever is busy
+    (429, 503) is waited for, as long as its ``Retry-After`` says.
 
     Args:
         settings: model, prompt, sampling and time limit.
-        endpoints: base URLs. Calls take turns; a retry goes to the next one.
+        address: base URL of a server, or of a router in front of several. Where the environment variable
+            ``FAPO_API_KEY`` is set, it is shown there as a bearer token.
 
     Raises:
         SettingsError: the template can not be read.
     """
 
-    def __init__(self, settings: JudgeSettings, endpoints: tuple[str, ...]) -> None:
+    def __init__(self, settings: JudgeSettings, address: str) -> None:
         self._settings = settings
         self._template = read_template(settings.template)
-        self._endpoints = itertools.cycle(endpoint.rstrip("/") for endpoint in endpoints)
+        self._url = f"{address.rstrip('/')}/v1/chat/completions"
         self._session: aiohttp.ClientSession | None = None
 
     async def judge(self, *, problem: str, reference: str, solution: str) -> Judgement:
@@ -75,33 +91,43 @@ class JudgeClient:
         paragraphs = split_paragraphs(solution, scope=self._settings.scope)
         prompt = self._template.render(problem, reference, paragraphs)
         started = time.monotonic()
+        deadline = started + self._settings.timeout_seconds
         try:
             async with asyncio.timeout(self._settings.timeout_seconds):
-                verdict, critique = await self._ask(prompt, len(paragraphs))
+                verdict, critique = await self._ask(prompt, len(paragraphs), deadline)
         except TimeoutError:
             verdict = Verdict(reason=UnknownReason.TIMEOUT)
             critique = f"no answer within {self._settings.timeout_seconds:g} s"
         return Judgement(verdict=verdict, critique=critique, seconds=time.monotonic() - started)
 
-    async def _ask(self, prompt: str, num_paragraphs: int) -> tuple[Verdict, str]:
-        problem = ""
-        for attempt in range(MAX_TRIES):
-            if attempt:
-                await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1))
+    async def _ask(self, prompt: str, num_paragraphs: int, deadline: float) -> tuple[Verdict, str]:
+        problem, failures, key = "", 0, uuid.uuid4().hex
+        for attempt in itertools.count():
+            pause = FIRST_PAUSE_SECONDS * 2 ** min(attempt, 6) * random.uniform(0.5, 1)
             try:
-                status, body = await self._post(prompt)
+                reply = await self._post(prompt, key, deadline)
             except (aiohttp.ClientError, OSError, ValueError) as exc:  # ValueError: an address that is none
                 problem = f"{type(exc).__name__}: {exc}"
-                continue
-            if status == 200:
-                return _read_completion(body, num_paragraphs, self._settings.samples)
-            problem = f"HTTP {status}: {body[:2000].decode(errors='replace')}"
-            if status < 500 and status != 429:
-                too_long = _TOO_LONG.search(body)
-                return Verdict(reason=UnknownReason.TOO_LONG if too_long else UnknownReason.REFUSED), problem
-        return Verdict(reason=UnknownReason.UNREACHABLE), problem
+                failures += 1
+            else:
+                if reply.status == 200:
+                    return _read_completion(reply.body, num_paragraphs, self._settings.samples)
+                problem = f"HTTP {reply.status}: {reply.body[:2000].decode(errors='replace')}"
+                if reply.status in (429, 503):
+                    pause = max(pause, reply.retry_after or 0.0)
+                elif reply.status < 500:
+                    too_long = _TOO_LONG.search(reply.body)
+                    return Verdict(reason=UnknownReason.TOO_LONG if too_long else UnknownReason.REFUSED), problem
+                elif reply.status == 504 and reply.was_routed:
+                    return Verdict(reason=UnknownReason.TIMEOUT), problem
+                else:
+                    failures += MAX_TRIES if reply.was_routed else 1
+            if failures >= MAX_TRIES or time.monotonic() + pause >= deadline:
+                return Verdict(reason=UnknownReason.UNREACHABLE), problem
+            await asyncio.sleep(pause)
+        raise AssertionError("the loop ends by a return")
 
-    async def _post(self, prompt: str) -> tuple[int, bytes]:
+    async def _post(self, prompt: str, key: str, deadline: float) -> _Reply:
         if self._session is None:
             # The deadline of judge() bounds every call; how many run at once is the router's affair.
             self._session = aiohttp.ClientSession(
@@ -116,15 +142,22 @@ class JudgeClient:
         }
         if self._settings.samples > 1:
             request["n"] = self._settings.samples
+        headers = {IDEMPOTENCY_HEADER: key, TIMEOUT_HEADER: f"{max(0.001, deadline - time.monotonic()):.3f}"}
+        if api_key := os.environ.get("FAPO_API_KEY"):
+            headers["Authorization"] = f"Bearer {api_key}"
         max_bytes = MAX_ANSWER_BYTES * self._settings.samples
-        url = f"{next(self._endpoints)}/v1/chat/completions"
-        async with self._session.post(url, json=request, allow_redirects=False) as response:
+        async with self._session.post(self._url, json=request, headers=headers, allow_redirects=False) as response:
             body = bytearray()
             async for chunk in response.content.iter_any():
                 body += chunk
                 if len(body) > max_bytes:
-                    raise aiohttp.ClientPayloadError(f"answer of more than {max_bytes} bytes from {url}")
-            return response.status, bytes(body)
+                    raise aiohttp.ClientPayloadError(f"answer of more than {max_bytes} bytes from {self._url}")
+            return _Reply(
+                status=response.status,
+                body=bytes(body),
+                retry_after=retry_after_seconds(response.headers.get("Retry-After")),
+                was_routed=VIA in response.headers.getall("Via", ()),
+            )
 
     async def close(self) -> None:
         """Close the connections."""

@@ -65,7 +65,7 @@ class FAPORewardManager(RewardManagerBase):
     ) -> None:
         super().__init__(config, tokenizer, compute_score)
         self._settings = read_settings(config)
-        self._judge = JudgeClient(self._settings.judge, self._settings.genrm.endpoints)
+        self._judge = JudgeClient(self._settings.judge, self._settings.genrm.endpoints[0])
         self._log = RolloutLog(Path(self._settings.run_dir))
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import logging
 from collections.abc import Iterator
@@ -14,11 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from verl_fapo.errors import RouterError
+from verl_fapo.router.answer import Answer, error
 from verl_fapo.router.replica import Replica, Sickness
 from verl_fapo.settings import is_base_url
 
 if TYPE_CHECKING:
-    from verl_fapo.router.proxy import Answer, Router
+    from verl_fapo.router.proxy import Router
 
 SECONDS = (0.01, 0.1, 0.5, 1, 2.5, 5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1800)
 MAX_BODY_BYTES = 2**16
@@ -31,8 +33,8 @@ class Control:
     """The pages of the router itself.
 
     ``GET /health``, ``/ready``, ``/metrics``, ``/replicas``; ``POST /replicas`` with ``{"url": ...}`` and
-    ``POST /replicas/drain`` likewise; ``DELETE /replicas?url=...``. With a key all but ``/health`` want it; without one,
-    replicas are changed from this machine only.
+    ``POST /replicas/drain`` likewise; ``DELETE /replicas?url=...``. With a key all but ``/health`` want it; without
+    one, replicas are changed from this machine only.
     """
 
     def __init__(self, router: Router, api_key: str) -> None:
@@ -64,14 +66,12 @@ class Control:
 
     def refuse(self, request: web.BaseRequest, path: str) -> Answer | None:
         """Why a request is not let in."""
-        from verl_fapo.router.proxy import error, is_local
-
         path = path.partition("?")[0]
         if self.api_key and path != "/health":
             shown = request.headers.get("Authorization", "")
             if not hmac.compare_digest(shown.encode(), f"Bearer {self.api_key}".encode()):
                 return error(401, "expected the header Authorization: Bearer KEY with the router's key")
-        elif request.method != "GET" and (request.method, path) in self._pages and not is_local(request.remote):
+        elif request.method != "GET" and (request.method, path) in self._pages and not _is_local(request.remote):
             return error(403, "without a key the replicas are changed from the router's own machine only")
         return None
 
@@ -191,3 +191,11 @@ async def _url_of(request: web.BaseRequest) -> str:
     if not isinstance(url, str) or not is_base_url(url):
         raise RouterError('expected {"url": "http://host:port"}')
     return url.rstrip("/")
+
+
+def _is_local(address: str | None) -> bool:
+    """True of a peer on this machine."""
+    try:
+        return ipaddress.ip_address((address or "").partition("%")[0]).is_loopback
+    except ValueError:
+        return False

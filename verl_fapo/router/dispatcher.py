@@ -409,13 +409,11 @@ class Dispatcher:
             replica = entry[3]
             if entry[2] != replica.version or not replica.serving:
                 continue
-            if replica in ticket.tried or any(copy.replica is replica for copy in ticket.copies):
-                aside.append(entry)
-            elif not self._is_worth_it(replica, quick=quick):
-                aside.append(entry)
-            else:
+            has_it = replica in ticket.tried or any(copy.replica is replica for copy in ticket.copies)
+            if not has_it and self._is_worth_it(replica, quick=quick):
                 chosen = replica
                 break
+            aside.append(entry)
         for entry in aside:
             heapq.heappush(self._free, entry)
         return chosen

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import json
 import logging
 import math
 import re
 import time
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 
 import aiohttp
@@ -20,16 +18,12 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from verl_fapo.router.answer import Answer, error
 from verl_fapo.router.control import Control
 from verl_fapo.router.dispatcher import Copy, Dispatcher, Outcome, Ticket, Why
+from verl_fapo.router.headers import IDEMPOTENCY_HEADER, TIMEOUT_HEADER, VIA, retry_after_seconds
 from verl_fapo.router.replica import Replica, Timing
 from verl_fapo.settings import RouterSettings
-
-TIMEOUT_HEADER = "X-Request-Timeout"
-"""Seconds that the caller waits, as a number."""
-
-KEY_HEADER = "Idempotency-Key"
-"""Requests with the same key run once."""
 
 MAX_HELD_BYTES = 2**24
 """An answer is held back until it is whole, so that it can still come from elsewhere; of more bytes it is passed on
@@ -59,21 +53,6 @@ LOADS = (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a replica, or the router itself, answers."""
-
-    status: int
-    reason: str
-    headers: CIMultiDict[str]
-    body: bytes
-    rest: aiohttp.ClientResponse | None = None
-    """More of the body, to be passed on as it comes."""
-
-    passed_on: asyncio.Future[int] | None = None
-    """Bytes of ``rest`` that the client got, once it has all."""
 
 
 @dataclass(eq=False, slots=True)
@@ -141,7 +120,9 @@ class Router:
         """
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=UPSTREAM_KEEP_ALIVE_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=max(1.0, self.timing.probe), ceil_threshold=math.inf),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=max(1.0, self.timing.probe), ceil_threshold=math.inf
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             auto_decompress=False,
@@ -274,11 +255,11 @@ class Router:
 
     def _join(self, request: web.BaseRequest, path: str, body: bytes) -> Exchange | Answer:
         """The exchange that runs under the request's key, or a new one."""
-        key = request.headers.get(KEY_HEADER)
+        key = request.headers.get(IDEMPOTENCY_HEADER)
         running = self._by_key.get(key) if key else None
         if running is not None:
             if (running.method, running.path, running.body) != (request.method, path, body):
-                return error(422, f"another request runs under this {KEY_HEADER}")
+                return error(422, f"another request runs under this {IDEMPOTENCY_HEADER}")
             return running
         exchange = Exchange(
             size=len(body),
@@ -315,7 +296,7 @@ class Router:
         if exchange.answer.done():
             answer = exchange.answer.result()
             if answer.rest is not None and exchange.clients > 1:
-                return error(409, f"an answer in parts is for the first request of its {KEY_HEADER} only")
+                return error(409, f"an answer in parts is for the first request of its {IDEMPOTENCY_HEADER} only")
             return answer
         self._control.timed_out()
         return exchange.failure or error(504, f"no answer within {seconds:g} s")
@@ -473,25 +454,6 @@ class Router:
             return None, b""
 
 
-def error(status: int, message: str, **headers: str) -> Answer:
-    """What the router itself says, in the form that OpenAI's clients read."""
-    body = {"error": {"message": f"verl-fapo route: {message}", "type": "router_error", "code": status}}
-    return Answer(
-        status,
-        HTTPStatus(status).phrase,
-        CIMultiDict({"Content-Type": "application/json", **headers}),
-        json.dumps(body).encode(),
-    )
-
-
-def is_local(address: str | None) -> bool:
-    """True of a peer on this machine."""
-    try:
-        return ipaddress.ip_address((address or "").partition("%")[0]).is_loopback
-    except ValueError:
-        return False
-
-
 @functools.lru_cache(maxsize=4096)
 def _url(base: str, path: str) -> URL:
     return URL(base + path, encoded=True)
@@ -532,6 +494,7 @@ def _end_to_end(headers: CIMultiDictProxy[str], *without: str) -> CIMultiDict[st
 async def _read(response: aiohttp.ClientResponse) -> Answer:
     """An answer, whole where nobody could use a part of it."""
     headers = _end_to_end(response.headers)
+    headers.add("Via", VIA)
     length = response.content_length
     whole = length is not None or response.content_type == "application/json" or response.status >= 400
     answer = Answer(response.status, response.reason or "", headers, b"")
@@ -557,7 +520,7 @@ def _judge(answer: Answer) -> tuple[Outcome, float, float | None]:
     """What an answer means, its tokens, and the seconds that the replica asked us to wait."""
     status = answer.status
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        return Outcome.BUSY, 0.0, _retry_after(answer.headers.get("Retry-After"))
+        return Outcome.BUSY, 0.0, retry_after_seconds(answer.headers.get("Retry-After"))
     if 300 <= status < 400 and status != HTTPStatus.NOT_MODIFIED:
         return Outcome.ELSEWHERE, 0.0, None
     if status in (HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.HTTP_VERSION_NOT_SUPPORTED):
@@ -578,16 +541,3 @@ def _judge(answer: Answer) -> tuple[Outcome, float, float | None]:
         return Outcome.ANSWERED, max(1.0, float(usage["usage"]["completion_tokens"])), None
     except (LookupError, TypeError, ValueError, OverflowError):
         return Outcome.ANSWERED, tokens, None
-
-
-def _retry_after(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(text).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError, IndexError):
-            return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
