@@ -34,6 +34,13 @@ def shared_data() -> Path:
     return SHARED_DATA
 
 
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_reaches_children() -> None:
+    """A shell starts what runs in its background deaf to Ctrl-C, and children inherit that; a handler they do not."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
     """No test sees the environment variables that another one set."""

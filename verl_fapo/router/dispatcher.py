@@ -327,9 +327,10 @@ class Dispatcher:
 
     def _answered(self, copy: Copy, age: float, tokens: float, now: float) -> bool:
         ticket, replica = copy.ticket, copy.replica
-        late = self._table(ticket.kind).hazard(age) >= TRIAL_LATE
+        table = self._table(ticket.kind)
+        late, was_expected = table.hazard(age) >= TRIAL_LATE, table.known and tokens > 0
         if tokens:
-            self._table(ticket.kind).add(age, ended=True)
+            table.add(age, ended=True)
             self.answers += 1
             self._tokens += tokens
             self._seconds += age
@@ -341,7 +342,7 @@ class Dispatcher:
             replica.recover(now, self._of_all)
         elif now > replica.ramp_from + replica.timing.ramp:
             replica.relapses = 0
-        replica.answer(tokens=tokens, seconds=age, of_all=self._of_all)
+        replica.answer(was_expected=was_expected, tokens=tokens, seconds=age, of_all=self._of_all)
         if ticket.done:
             return False
         if copy.why in (Why.HEDGE, Why.RESCUE):
@@ -419,15 +420,17 @@ class Dispatcher:
         return chosen
 
     def _is_worth_it(self, replica: Replica, *, quick: bool) -> bool:
-        # A request that starts on a slow replica ends 1 / slowness later than on a quick one, for which it must wait
-        # until those before it have gone through.
+        # Even a long request is to end on a slow replica before it would on a quick one, for which it must wait until
+        # those before it have gone through.
         if not quick and not self._policy.holds_back:
             return True
         slowness = self._best_speed / replica.speed
-        return slowness <= 2 or (not quick and slowness <= 1 + self._num_waiting / self._quick_room)
+        return slowness <= 2 or (not quick and slowness <= 1 + self._num_waiting / (LONG * self._quick_room))
 
     def _send(self, ticket: Ticket, replica: Replica, why: Why, now: float) -> Copy:
         copy = Copy(ticket, replica, why, now, now)
+        if not replica.copies:
+            replica.sign_of_life(self._of_all)  # silence begins with something to answer
         ticket.copies.append(copy)
         ticket.sent += 1
         replica.copies[copy] = None
@@ -533,7 +536,9 @@ class Dispatcher:
 
     def _look_at(self, copy: Copy, now: float) -> None:
         table = self._table(copy.ticket.kind)
-        expected = table.hazard(now - copy.started) - table.hazard(copy.seen - copy.started)
+        # No request, however late, is missed more than so much.
+        then, by_now = (min(OVERDUE, table.hazard(when - copy.started)) for when in (copy.seen, now))
+        expected = by_now - then
         copy.replica.expect(expected)
         self._expected += expected
         copy.seen = now

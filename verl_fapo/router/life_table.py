@@ -55,14 +55,20 @@ class LifeTable:
         cumulative, hazard = 0.0, []
         for bucket, (ended, gone) in enumerate(zip(self._ended, censored, strict=True)):
             exposed = at_risk - gone / 2
-            if bucket > longest:
-                # Nobody ended so late: half an end more than seen, so that age alone tells in the end.
+            if bucket > longest + PER_DOUBLING:
+                cumulative += 1.0  # at twice the age of any that ended, age alone tells
+            elif bucket > longest:
                 cumulative += 0.5 / (max(0.0, exposed) + 1)
             elif ended:
                 cumulative += ended / max(ended, exposed)
             hazard.append(cumulative)
             at_risk -= ended + gone
         self._hazard = hazard
+
+    @property
+    def known(self) -> bool:
+        """Whether there is enough to tell."""
+        return self._hazard is not None
 
     def hazard(self, age: float) -> float:
         """Cumulative hazard at ``age`` seconds; 0 while too little is known."""

@@ -161,10 +161,10 @@ class Replica:
             self.expected /= 2
             self.given /= 2
 
-    def answer(self, *, tokens: float, seconds: float, of_all: tuple[float, float]) -> None:
-        """It answered a request."""
+    def answer(self, *, was_expected: bool, tokens: float, seconds: float, of_all: tuple[float, float]) -> None:
+        """It answered a request, of a kind of which it is known whether it ``was_expected``."""
         self.answered += 1
-        self.given += 1
+        self.given += was_expected
         self.tokens = 0.95 * self.tokens + tokens
         self.seconds = 0.95 * self.seconds + seconds
         self.failures = self.pauses = self.failed_probes = 0
