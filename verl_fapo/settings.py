@@ -229,7 +229,10 @@ def router_settings(pairs: Iterable[str]) -> RouterSettings:
         key, equals, value = pair.partition("=")
         if not equals:
             raise SettingsError(f"{pair!r}: expected KEY=VALUE, such as policy=least_requests")
-        block[key.removeprefix("fapo.router.")] = yaml.safe_load(value)
+        try:
+            block[key.removeprefix("fapo.router.")] = yaml.safe_load(value)
+        except yaml.YAMLError as exc:
+            raise SettingsError(f"fapo.router.{key}={value!r}: not a value in YAML") from exc
     try:
         return RouterSettings.model_validate(block)
     except ValidationError as exc:

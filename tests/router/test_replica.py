@@ -90,13 +90,14 @@ def test_given_limit_stays():
 
 def test_silence_is_measured_by_what_peers_answer_meanwhile():
     quiet = replica()
-    quiet.sign_of_life((100, 50.0))
+    quiet.sign_of_life((100, 50.0, 7.0))
     quiet.expect(20.0)
     # Of 60 expected of its peers they gave 60, 30, none.
-    assert quiet.unlikely_silence((160, 130.0)) == pytest.approx(20.0)
-    assert quiet.unlikely_silence((130, 130.0)) == pytest.approx(10.0)
-    assert quiet.unlikely_silence((100, 130.0)) == 0
-    assert quiet.unlikely_silence((100, 70.0)) == 0  # no peers
+    assert quiet.unlikely_silence((160, 130.0, 10.0)) == pytest.approx(20.0)
+    assert quiet.unlikely_silence((130, 130.0, 10.0)) == pytest.approx(10.0)
+    assert quiet.unlikely_silence((100, 130.0, 10.0)) == 0
+    assert quiet.unlikely_silence((100, 70.0, 10.0)) == 0  # no peers
+    assert quiet.unlikely_silence((160, 130.0, 8.0)) == 0  # a moment
 
 
 def test_speed_is_answers_given_over_answers_expected():
@@ -104,5 +105,5 @@ def test_speed_is_answers_given_over_answers_expected():
     for speedy, expected in ((slow, 40.0), (quick, 10.0)):
         speedy.expect(expected)
         for _ in range(20):
-            speedy.answer(was_expected=True, tokens=1.0, seconds=1.0, of_all=(0, 0.0))
+            speedy.answer(was_expected=True, tokens=1.0, seconds=1.0, of_all=(0, 0.0, 0.0))
     assert slow.speed < 0.6 < 1.6 < quick.speed

@@ -24,8 +24,12 @@ class Answer:
     rest: aiohttp.ClientResponse | None = None
     """More of the body, to be passed on as it comes."""
 
-    passed_on: asyncio.Future[int] | None = None
-    """Bytes of ``rest`` that the client got, once it has all."""
+    passed_on: asyncio.Future[BaseException | None] | None = None
+    """Set when the client has all of ``rest``, or to what came between."""
+
+    passed_bytes: int = 0
+    deadline: float = 0.0
+    """Of the client, by the event loop's clock."""
 
 
 def error(status: int, message: str, **headers: str) -> Answer:

@@ -196,7 +196,7 @@ class Dispatcher:
             self.remove(url)
         replica = Replica(url, next(self._index), self.timing, limit_is_given=self._limit is not None)
         replica.limit = self._limit or replica.limit
-        replica.sign_of_life(self._of_all)
+        replica.sign_of_life(self._of_all(now))
         if self.answers:
             replica.ramp_from = now
         self.replicas[url] = replica
@@ -233,7 +233,7 @@ class Dispatcher:
         if replica.sickness == Sickness.UNREACHABLE or (
             replica.sickness == Sickness.FAILING and now >= replica.retry_at
         ):
-            replica.recover(now, self._of_all)
+            replica.recover(now, self._of_all(now))
             self._offer(replica, now)
 
     def _get(self, url: str) -> Replica:
@@ -251,9 +251,8 @@ class Dispatcher:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _of_all(self) -> tuple[float, float]:
-        return self.answers, self._expected
+    def _of_all(self, now: float) -> tuple[float, float, float]:
+        return self.answers, self._expected, now
 
     @property
     def num_waiting(self) -> int:
@@ -314,7 +313,7 @@ class Dispatcher:
             self._cancelled(copy, age)
         elif outcome is Outcome.BUSY:
             replica.pause(retry_after, now)
-            replica.sign_of_life(self._of_all)
+            replica.sign_of_life(self._of_all(now))
             self.counts["busy"] += 1
         else:
             self._failed(copy, now)
@@ -339,10 +338,10 @@ class Dispatcher:
         if copy.why is Why.TRIAL and late:
             replica.cool_down(now)
         elif copy.why is Why.TRIAL:
-            replica.recover(now, self._of_all)
+            replica.recover(now, self._of_all(now))
         elif now > replica.ramp_from + replica.timing.ramp:
             replica.relapses = 0
-        replica.answer(was_expected=was_expected, tokens=tokens, seconds=age, of_all=self._of_all)
+        replica.answer(was_expected=was_expected, tokens=tokens, seconds=age, of_all=self._of_all(now))
         if ticket.done:
             return False
         if copy.why in (Why.HEDGE, Why.RESCUE):
@@ -430,7 +429,7 @@ class Dispatcher:
     def _send(self, ticket: Ticket, replica: Replica, why: Why, now: float) -> Copy:
         copy = Copy(ticket, replica, why, now, now)
         if not replica.copies:
-            replica.sign_of_life(self._of_all)  # silence begins with something to answer
+            replica.sign_of_life(self._of_all(now))  # silence begins with something to answer
         ticket.copies.append(copy)
         ticket.sent += 1
         replica.copies[copy] = None
@@ -501,7 +500,7 @@ class Dispatcher:
         for replica in self.replicas.values():
             for copy in replica.copies:
                 self._look_at(copy, now)
-            if replica.serving and replica.unlikely_silence(self._of_all) > SILENT:
+            if replica.serving and replica.unlikely_silence(self._of_all(now)) > SILENT:
                 self._fall_sick(replica, Sickness.SILENT, now)
             elif not replica.sickness and self._hedge_budget:
                 self._hedge_overdue(replica, now)
@@ -550,7 +549,7 @@ class Dispatcher:
             if replica.sickness is Sickness.FAILING:
                 # What answers its probes, or has none, is tried with requests that can go elsewhere.
                 if not replica.failed_probes:
-                    replica.recover(now, self._of_all)
+                    replica.recover(now, self._of_all(now))
             elif replica.on_trial:
                 self._give_up_late_trial(replica, now)
             elif replica.sickness is Sickness.SILENT or self._is_slow_and_idle(replica):

@@ -32,6 +32,9 @@ as it comes."""
 MAX_CHECKED_BYTES = 2**20
 MAX_TIMEOUT_SECONDS = 7 * 86400.0
 BODY_SECONDS = 60.0
+WRITE_SECONDS = 60.0
+"""For a client to take an answer that is there already."""
+
 KEEP_ALIVE_SECONDS = 75.0
 """Also the longest time for the headers of a request."""
 
@@ -146,9 +149,8 @@ class Router:
     async def stop(self, grace_seconds: float = 0.0) -> None:
         """Take no more requests, let those under way end for so long, and close."""
         self._closing = True
-        if self._server is None:
-            return
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
                 while self.exchanges:
@@ -295,6 +297,7 @@ class Router:
         await asyncio.wait([exchange.answer], timeout=left)
         if exchange.answer.done():
             answer = exchange.answer.result()
+            answer.deadline = asyncio.get_running_loop().time() + deadline - self._now()
             if answer.rest is not None and exchange.clients > 1:
                 return error(409, f"an answer in parts is for the first request of its {IDEMPOTENCY_HEADER} only")
             return answer
@@ -310,34 +313,32 @@ class Router:
         self._pump()
 
     async def _reply(self, request: web.BaseRequest, answer: Answer) -> web.StreamResponse:
+        head = {"status": answer.status, "reason": answer.reason, "headers": answer.headers}
         if answer.rest is None and request.method != "HEAD":
-            response = web.Response(
-                status=answer.status, reason=answer.reason, headers=answer.headers, body=answer.body
-            )
-            await response.prepare(request)
-            await response.write_eof()
-            return response
-        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=answer.headers)
-        sent = 0
-        try:
-            await response.prepare(request)
-            if answer.rest is not None:
-                await response.write(answer.body)
-                async for chunk in answer.rest.content.iter_any():
-                    sent += len(chunk)
-                    await response.write(chunk)
-            await response.write_eof()
-        except (aiohttp.ClientError, OSError, asyncio.CancelledError) as exc:
-            if answer.passed_on is not None and not answer.passed_on.done():
-                # A broken answer must not look like one that came to its end.
-                answer.passed_on.set_exception(exc if isinstance(exc, aiohttp.ClientError) else ConnectionResetError())
-                if request.transport is not None:
-                    request.transport.abort()
-            if isinstance(exc, asyncio.CancelledError):
-                raise
+            response: web.StreamResponse = web.Response(body=answer.body, **head)
         else:
+            response = web.StreamResponse(**head)
+        failure = None
+        deadline = asyncio.get_running_loop().time() + WRITE_SECONDS if answer.rest is None else answer.deadline
+        try:
+            async with asyncio.timeout_at(deadline):
+                await response.prepare(request)
+                if answer.rest is not None:
+                    await response.write(answer.body)
+                    async for chunk in answer.rest.content.iter_any():
+                        answer.passed_bytes += len(chunk)
+                        await response.write(chunk)
+                await response.write_eof()
+        except asyncio.CancelledError:
+            failure = ConnectionResetError("the client hung up")
+            raise
+        except (aiohttp.ClientError, OSError) as exc:  # TimeoutError is an OSError
+            failure = exc
+            if request.transport is not None:
+                request.transport.abort()  # a broken answer must not look like one that came to its end
+        finally:
             if answer.passed_on is not None and not answer.passed_on.done():
-                answer.passed_on.set_result(sent)
+                answer.passed_on.set_result(failure)
         return response
 
     # --- the replicas' side -------------------------------------------------------------------------------------------
@@ -392,7 +393,12 @@ class Router:
         own = exchange.tries.pop(copy)
         self._deliver(exchange, answer)
         exchange.tries[copy] = own
-        return await answer.passed_on
+        failure = await answer.passed_on
+        if isinstance(failure, aiohttp.ClientError):
+            raise failure
+        if failure is not None:
+            raise asyncio.CancelledError  # the client's fault, or its time is up
+        return answer.passed_bytes
 
     # --- looking after replicas ---------------------------------------------------------------------------------------
 

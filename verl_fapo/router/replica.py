@@ -17,6 +17,9 @@ class Timing:
     probe: float = 5.0
     """Between two probes of a replica, and the longest wait for its reply."""
 
+    silence: float = 2.0
+    """No replica is silent before."""
+
     ramp: float = 10.0
     """Until a replica that is new or was sick is given all it can hold."""
 
@@ -117,8 +120,8 @@ class Replica:
     silence: float = 0.0
     """Expected answers since its last sign of life."""
 
-    at_sign: tuple[float, float] = (0.0, 0.0)
-    """Answers of all replicas, and those that were expected of them, at its last sign of life."""
+    at_sign: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Answers of all replicas, those that were expected of them, and the time, at its last sign of life."""
 
     tokens: float = 0.0
     """Written lately; in ``seconds`` of requests, so that their ratio is the speed of one request."""
@@ -161,7 +164,7 @@ class Replica:
             self.expected /= 2
             self.given /= 2
 
-    def answer(self, *, was_expected: bool, tokens: float, seconds: float, of_all: tuple[float, float]) -> None:
+    def answer(self, *, was_expected: bool, tokens: float, seconds: float, of_all: tuple[float, float, float]) -> None:
         """It answered a request, of a kind of which it is known whether it ``was_expected``."""
         self.answered += 1
         self.given += was_expected
@@ -170,16 +173,18 @@ class Replica:
         self.failures = self.pauses = self.failed_probes = 0
         self.sign_of_life(of_all)
 
-    def sign_of_life(self, of_all: tuple[float, float]) -> None:
-        """It lives; ``of_all`` replicas there were so many answers, and so many expected."""
+    def sign_of_life(self, of_all: tuple[float, float, float]) -> None:
+        """It lives; ``of_all`` replicas there were so many answers, and so many expected, until now."""
         self.silence = 0.0
         self.at_sign = of_all
 
-    def unlikely_silence(self, of_all: tuple[float, float]) -> float:
+    def unlikely_silence(self, of_all: tuple[float, float, float]) -> float:
         """Answers that it owes by what its peers answered meanwhile, who may all be slower than they used to be."""
-        answers, expected = (now - then for now, then in zip(of_all, self.at_sign, strict=True))
+        answers, expected, seconds = (now - then for now, then in zip(of_all, self.at_sign, strict=True))
         of_peers = expected - self.silence
-        return self.silence * min(1.0, answers / of_peers) if of_peers > 0 else 0.0
+        if of_peers <= 0 or seconds < self.timing.silence:
+            return 0.0
+        return self.silence * min(1.0, answers / of_peers)
 
     def pause(self, seconds: float | None, now: float) -> None:
         """It is too busy (429 or 503), for ``seconds`` if it says so."""
@@ -202,7 +207,7 @@ class Replica:
         self.retry_at = now + min(self.timing.max_cool_down, seconds)
         self.relapses += 1
 
-    def recover(self, now: float, of_all: tuple[float, float]) -> None:
+    def recover(self, now: float, of_all: tuple[float, float, float]) -> None:
         """Send it more and more again; the next failure makes it sick again."""
         self.sickness, self.on_trial = Sickness.NONE, False
         self.failures = FAILURES_UNTIL_SICK - 1
