@@ -18,6 +18,7 @@ from unittest import mock
 import psutil
 import pytest
 
+from tests.router.peers import start  # noqa: F401  (a fixture)
 from verl_fapo.cpu.fork_server import ADDRESS_VARIABLE, ForkServer, recipe_environment
 from verl_fapo.data import problem_row, write_parquet
 from verl_fapo.run_folder import RunFolder

@@ -25,8 +25,6 @@ SIGNATURES = [
     ("verl.trainer.ppo.v1.trainer_base:PPOTrainer._rollout_server_managers", ["self"]),
     ("verl.experimental.reward_loop.reward_manager.base:RewardManagerBase.__init__",
      ["self", "config", "tokenizer", "compute_score"]),
-    ("verl.experimental.reward_loop.router.naive_router:NaiveRouter.__init__",
-     ["self", "worker_urls", "max_connections"]),
     ("verl.workers.rollout.replica:RolloutReplica.__init__",
      ["self", "replica_rank", "config", "model_config", "gpus_per_node", "is_reward_model", "name_suffix"]),
     ("verl.workers.rollout.replica:RolloutReplica.init_standalone", ["self"]),
@@ -87,14 +85,6 @@ def test_verl_bypasses_the_manager_with_its_own_reward_model_and_not_otherwise(c
     source = inspect.getsource(RewardLoopWorker.compute_score)
     assert "if self.config.reward.reward_model.enable:" in source
     assert compose().reward.reward_model.enable is False
-
-
-def test_router_can_be_given_workers_later():
-    from verl.experimental.reward_loop.router.naive_router import NaiveRouter
-
-    router = NaiveRouter([])
-    assert (router.worker_urls, router.request_counts) == ([], {})
-    assert router.app is not None
 
 
 def test_verl_makes_the_response_length_the_engines_cap_and_ours_is_the_critiques_length(compose):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from unittest import mock
 
 import aiohttp
 import pytest
@@ -10,8 +11,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from verl_fapo.errors import GenRMError
-from verl_fapo.genrm import GenRMGroup, Router, _RequestCounts
-from verl_fapo.settings import parse_settings
+from verl_fapo.genrm import GenRMGroup, RouterActor
+from verl_fapo.settings import RouterSettings, parse_settings
 
 
 @pytest.fixture
@@ -20,20 +21,16 @@ async def router(monkeypatch):
     import ray
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    router = Router.__ray_metadata__.modified_class(8)
+    router = RouterActor.__ray_metadata__.modified_class(RouterSettings(), (), 8)
     router.url = await router.start()
     yield router
-    router._server.should_exit = True
-    await router._serving
+    await router.stop()
 
 
 @pytest.fixture
 async def worker():
     async def answer(request: web.Request) -> web.Response:
-        body = await request.json()
-        if "status" in body:
-            return web.Response(status=body["status"], text="prompt too long")
-        return web.json_response({"got": body})
+        return web.json_response({"got": await request.json()})
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
@@ -46,34 +43,19 @@ async def post(url: str, body: dict) -> tuple[int, str]:
         return response.status, await response.text()
 
 
-async def test_router_answers_503_until_it_has_workers_and_then_routes(router, worker):
-    assert (await post(router.url, {"a": 1}))[0] == 503
+async def test_requests_wait_until_there_are_replicas(router, worker):
+    early = asyncio.create_task(post(router.url, {"a": 1}))
+    await asyncio.sleep(0.1)
+    assert not early.done()
     await router.route_to([worker])
-    assert await post(router.url, {"a": 1}) == (200, '{"got":{"a":1}}')
+    assert await early == (200, '{"got": {"a": 1}}')
 
 
-@pytest.mark.parametrize("status", [400, 429, 503])
-async def test_router_passes_the_engines_status_on(router, worker, status):
+async def test_replica_that_is_taken_out_gets_no_more(router, worker, unused_tcp_port):
+    await router.route_to([f"http://127.0.0.1:{unused_tcp_port}", worker])
     await router.route_to([worker])
-    got, text = await post(router.url, {"status": status})
-    assert got == status
-    assert str(status) in text
-
-
-async def test_router_lets_as_many_requests_through_as_the_replicas_take(router):
-    together = asyncio.Barrier(8)
-
-    async def answer(request: web.Request) -> web.Response:
-        async with asyncio.timeout(10):
-            await together.wait()
-        return web.json_response({})
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer)
-    async with TestServer(app) as server:
-        await router.route_to([str(server.make_url("")).rstrip("/")])
-        answers = await asyncio.gather(*(post(router.url, {}) for _ in range(8)))
-    assert [status for status, _ in answers] == [200] * 8
+    assert list(router._router.dispatcher.replicas) == [worker]
+    assert [(await post(router.url, {}))[0] for _ in range(4)] == [200] * 4
 
 
 def group(**genrm: object) -> GenRMGroup:
@@ -87,6 +69,23 @@ def test_external_judge_starts_nothing():
     external.wait_until_ready()
     external.stop()
     assert (external.endpoints, external.model) == (("http://h:1",), "m")
+
+
+def test_several_external_servers_get_the_router_in_front(monkeypatch):
+    started = []
+
+    class Actor:
+        def __init__(self, *arguments) -> None:
+            started.append(arguments)
+            self.start = mock.Mock()
+
+    monkeypatch.setattr("verl_fapo.genrm.RouterActor", mock.Mock(remote=Actor))
+    monkeypatch.setattr("ray.get", lambda *_, **__: "http://router:1")
+    external = group(placement="external", endpoints=["http://h:1", "http://h:2"])
+    external.start_router(None)
+    ((_, workers, limit),) = started
+    assert (workers, limit) == (("http://h:1", "http://h:2"), None)
+    assert (external.endpoints, external.model) == (("http://router:1",), "m")
 
 
 class FakeReplica:
@@ -137,10 +136,3 @@ def test_dead_replica_gets_no_more_requests_and_the_last_one_is_an_error(monkeyp
     serving.replicas = ["h:2"]
     with pytest.raises(GenRMError, match="h:2 died, and no other is left"):
         serving.drop("h:2")
-
-
-def test_requests_of_a_replica_that_was_taken_out_come_back_without_harm():
-    counts = _RequestCounts({"a": 0})
-    counts["a"] += 1
-    counts["gone"] = max(0, counts["gone"] - 1)
-    assert counts == {"a": 1}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -25,9 +26,11 @@ class Server:
     def __init__(self) -> None:
         self.answers: list[Callable] = []
         self.requests: list[dict] = []
+        self.headers: list[dict] = []
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(await request.json())
+        self.headers.append(dict(request.headers))
         answer = self.answers[min(len(self.requests), len(self.answers)) - 1]
         result = answer(request)
         return await result if asyncio.iscoroutine(result) else result
@@ -48,8 +51,8 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(judge_module, "FIRST_PAUSE_SECONDS", 0.001)
 
 
-async def ask(*urls: str, **settings: object):
-    client = JudgeClient(JudgeSettings(model="genrm", timeout_seconds=2, **settings), urls)
+async def ask(url: str, **settings: object):
+    client = JudgeClient(JudgeSettings(model="genrm", timeout_seconds=2, **settings), url)
     try:
         return await client.judge(problem="p", reference="7", solution="one\n\ntwo\n\n\\boxed{7}")
     finally:
@@ -204,7 +207,7 @@ async def test_prompt_is_made_from_the_template_and_the_scope(server, tmp_path):
     template = tmp_path / "t.txt"
     template.write_text("{problem}|{reference}|{paragraphs}\n")
     server.answers = [says("\\boxed{-1}")]
-    client = JudgeClient(JudgeSettings(model="genrm", template=str(template), scope="after_think"), (server.url,))
+    client = JudgeClient(JudgeSettings(model="genrm", template=str(template), scope="after_think"), server.url)
     await client.judge(problem="p", reference="7", solution="<think>hm\n\nhm</think>one")
     await client.close()
     assert server.requests[0]["messages"][0]["content"] == "p|7|<paragraph_0>\none\n</paragraph_0>"
@@ -212,7 +215,7 @@ async def test_prompt_is_made_from_the_template_and_the_scope(server, tmp_path):
 
 def test_template_that_is_not_there_is_refused_at_the_start(tmp_path):
     with pytest.raises(SettingsError, match="no such file"):
-        JudgeClient(JudgeSettings(model="genrm", template=str(tmp_path / "t.txt")), ())
+        JudgeClient(JudgeSettings(model="genrm", template=str(tmp_path / "t.txt")), "http://h:1")
 
 
 async def test_answer_may_be_as_much_longer_as_there_are_samples(server, monkeypatch):
@@ -251,6 +254,45 @@ async def test_server_that_is_not_there_is_unreachable(unused_tcp_port):
     assert "127.0.0.1" in judgement.critique
 
 
-async def test_retry_goes_to_the_next_server(server, unused_tcp_port):
-    server.answers = [says("\\boxed{-1}")]
-    assert (await ask(f"http://127.0.0.1:{unused_tcp_port}", server.url)).verdict.kind == "clean"
+async def test_deadline_and_key_go_along_and_the_key_stays_the_same(server):
+    server.answers = [status(500), says("\\boxed{-1}")]
+    os.environ["FAPO_API_KEY"] = "secret"
+    await ask(server.url)
+    first, second = server.headers
+    assert first["Idempotency-Key"] == second["Idempotency-Key"] and len(first["Idempotency-Key"]) == 32
+    assert 0 < float(second["X-Request-Timeout"]) < float(first["X-Request-Timeout"]) <= 2
+    assert first["Authorization"] == "Bearer secret"
+    await ask(server.url)
+    assert server.headers[2]["Idempotency-Key"] != first["Idempotency-Key"]
+
+
+async def test_time_that_a_busy_server_asks_for_is_waited(server):
+    busy = lambda request: web.Response(status=503, headers={"Retry-After": "1"})  # noqa: E731
+    server.answers = [busy, says("\\boxed{-1}")]
+    judgement = await ask(server.url)
+    assert judgement.verdict.kind == "clean" and judgement.seconds >= 1
+
+
+async def test_busy_server_is_waited_for_until_the_deadline_and_no_longer(server):
+    server.answers = [status(429)]
+    judgement = await ask(server.url)
+    assert judgement.verdict.reason is UnknownReason.UNREACHABLE
+    assert 4 < len(server.requests) < 100 and judgement.seconds < 2.5
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(500, UnknownReason.UNREACHABLE), (502, UnknownReason.UNREACHABLE), (504, UnknownReason.TIMEOUT)],
+)
+async def test_what_the_router_could_not_get_is_not_asked_again(server, code, reason):
+    server.answers = [lambda request: web.Response(status=code, headers={"Via": "1.1 verl-fapo"})]
+    assert (await ask(server.url)).verdict.reason is reason
+    assert len(server.requests) == 1
+
+
+async def test_through_the_real_router_a_failing_server_costs_no_judgement(server, start):
+    server.answers = [status(500), cut, says("\\boxed{1}")]
+    run = await start(scale=0.1)
+    run.router.add(server.url)
+    assert (await ask(run.url)).verdict.index == 1
+    assert len(server.requests) == 3

@@ -8,7 +8,7 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.router.conftest import good, hangs, says
+from tests.router.peers import good, hangs, says
 
 
 async def metrics(run, **headers) -> dict[str, float]:

@@ -10,7 +10,7 @@ import socket
 import aiohttp
 import pytest
 
-from tests.router.conftest import Speak, completion, good, hangs, http, says
+from tests.router.peers import Speak, completion, good, hangs, http, says
 from verl_fapo.router import Router
 from verl_fapo.settings import RouterSettings
 
