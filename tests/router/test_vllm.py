@@ -75,6 +75,10 @@ async def cluster(workshop, own_processes, tmp_path, unused_tcp_port_factory) ->
         async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
             yield client, router, processes
         await router.stop()
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.mark.timeout(600)
@@ -99,7 +103,7 @@ async def test_real_vllm_streams_refuses_and_dies_under_load_and_no_request_is_l
     assert re.search(r"\\boxed\{(0|-1)\}", text)
 
     # What does not fit is refused with vLLM's own words, and asked once.
-    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+    with pytest.raises(openai.BadRequestError, match="cannot be greater than max_model_len"):
         await ask(0, tokens=4096)
     assert router.dispatcher.counts["retry"] == 0
 
