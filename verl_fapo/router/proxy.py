@@ -30,6 +30,9 @@ MAX_HELD_BYTES = 2**24
 as it comes."""
 
 MAX_CHECKED_BYTES = 2**20
+MAX_PAGE_BYTES = 2**22
+"""Of a replica's ``/metrics``."""
+
 MAX_TIMEOUT_SECONDS = 7 * 86400.0
 BODY_SECONDS = 60.0
 WRITE_SECONDS = 60.0
@@ -455,7 +458,12 @@ class Router:
                 asyncio.timeout(self.timing.probe),
                 self._session.get(_url(replica.url, path), headers=headers, allow_redirects=False) as response,
             ):
-                return response.status, await response.content.read(2**22)
+                body = bytearray()
+                async for chunk in response.content.iter_any():
+                    body += chunk
+                    if len(body) > MAX_PAGE_BYTES:
+                        break
+                return response.status, bytes(body)
         except (aiohttp.ClientError, OSError, ValueError):  # TimeoutError is an OSError
             return None, b""
 
