@@ -107,10 +107,12 @@ async def test_real_vllm_streams_refuses_and_dies_under_load_and_no_request_is_l
         await ask(0, tokens=4096)
     assert router.dispatcher.counts["retry"] == 0
 
-    # More requests than fit: the limit is learned, the rest waits in the router.
-    assert len(await asyncio.gather(*map(ask, range(120)))) == 120
-    limits = {replica.limit for replica in router.dispatcher.replicas.values()}
-    assert min(limits) < 64, limits
+    # More requests than fit: how many do is learned, once this model of no size lets vLLM answer on /metrics.
+    for _ in range(20):
+        assert all(await asyncio.gather(*(ask(number, 400) for number in range(16))))
+        if any(replica.limit_is_learned for replica in router.dispatcher.replicas.values()):
+            break
+    assert min(replica.limit for replica in router.dispatcher.replicas.values()) <= MAX_NUM_SEQS + 2
 
     # One server is killed while it works.
     load = [asyncio.create_task(ask(number, 120)) for number in range(80)]
