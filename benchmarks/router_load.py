@@ -110,10 +110,10 @@ async def load(port: int, numbers, *, connections: int, body: bytes, report) -> 
         clients.append((client, done))
     for client, _ in clients:
         client.send()
-    reporting = asyncio.create_task(report(lambda: sum(client.right for client, _ in clients)))
+    reporting = [asyncio.create_task(report(lambda: sum(client.right for client, _ in clients)))]
     await asyncio.gather(*(done for _, done in clients))
-    reporting.cancel()
-    await asyncio.wait([reporting])
+    reporting[0].cancel()
+    await asyncio.wait(reporting)
     return sum(client.right for client, _ in clients), sum(client.wrong for client, _ in clients)
 
 
