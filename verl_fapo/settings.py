@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -175,6 +176,15 @@ class RouterSettings(Settings):
     max_body_bytes: Count = Field(2**24, gt=0)
     """Bytes of one request; more get 413."""
 
+    @model_validator(mode="after")
+    def check_bytes(self) -> RouterSettings:
+        if self.max_body_bytes > self.max_waiting_bytes:
+            raise ValueError(
+                f"max_body_bytes is {self.max_body_bytes} but max_waiting_bytes, of all requests together, is "
+                f"{self.max_waiting_bytes}; raise that"
+            )
+        return self
+
 
 class FAPOSettings(Settings):
     penalty: Number = Field(1.0, ge=0, le=2)
@@ -261,8 +271,10 @@ def is_base_url(text: str) -> bool:
         return (
             parts.scheme in ("http", "https")
             and bool(parts.hostname)
-            and (parts.port or 1) > 0
-            and (not parts.path.rstrip("/").endswith("/v1"))
+            and parts.port != 0
+            and not (parts.username or parts.password or parts.query or parts.fragment)
+            and not parts.path.rstrip("/").endswith("/v1")
+            and re.fullmatch(r"[!-~]+", text) is not None
         )
     except ValueError:
         return False

@@ -43,7 +43,23 @@ async def test_replicas_come_drain_and_go(start):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'{"url": 1}', b'{"url": "x"}', b'{"url": "file:///etc"}', b"[" * 10_000]
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"url": 1}',
+        b'{"url": "x"}',
+        b'{"url": "file:///etc"}',
+        b'{"url": "http://h:1/\\ud800"}',
+        b'{"url": "http://h:1\\n"}',
+        b'{"url": "http://a b:1"}',
+        b'{"url": "http://h:1?x="}',
+        b'{"url": "http://h:0"}',
+        b'{"url": "http://u:p@h:1"}',
+        b'{"url": "http://h:1/\\u0000"}',
+        b"[" * 10_000,
+    ],
 )
 async def test_replica_that_is_none_is_refused(start, body):
     run = await start(good)
@@ -75,6 +91,9 @@ async def test_all_but_health_want_the_key(start):
             {"Authorization": "Bearer \u00e9"},
         ):
             assert (await run.ask(path, method, headers=header))[0] == 401, (path, header)
+    for method in ("POST", "PUT", "HEAD"):
+        assert (await run.ask("/health?x", method))[0] == 401
+    assert b" 401 " in await run.raw(b"GET /x HTTP/1.1\r\nHost: h\r\nAuthorization: \xff\r\nConnection: close\r\n\r\n")
     assert not run.peers[0].heard
     assert (await run.ask("/health", "GET"))[0] == 200
     key = {"Authorization": "Bearer secret"}

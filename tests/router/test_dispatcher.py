@@ -231,6 +231,102 @@ def test_replica_that_answers_requests_is_alive_whatever_its_probes_say():
     assert not a.sickness
 
 
+def test_request_whose_second_copy_is_lost_too_gets_a_third():
+    made = dispatcher("http://a", "http://b")
+    submit(made)
+    (first,) = made.take(0.0)
+    for now, lost in ((1.0, first.replica), (2.0, made.replicas["http://b"])):
+        for _ in range(3):
+            made.probed(lost, healthy=False, now=now)
+        list(made.take(now))
+    made.add("http://c", 3.0)
+    assert where(made.take(3.0)) == "c"
+
+
+def test_silent_replica_is_tried_again_when_no_other_is_left():
+    made = dispatcher("http://a", "http://b")
+    a, b = made.replicas.values()
+    a.fall_sick(Sickness.SILENT, 0.0)
+    for _ in range(3):
+        made.probed(b, healthy=False, now=0.0)
+    submit(made)
+    assert where(made.tick(0.5)) == ""
+    assert where(made.tick(2.0)) == "a"
+
+
+def test_request_that_failed_at_the_only_replica_left_comes_back_to_it():
+    made = dispatcher("http://a", "http://b")
+    submit(made)
+    (copy,) = made.take(0.0)
+    made.end(copy, Outcome.FAILED, 0.0)
+    for _ in range(3):
+        made.probed(made.replicas["http://b"], healthy=False, now=0.0)
+    assert where(made.take(10.0)) == "a"
+
+
+@pytest.mark.parametrize(
+    ("main", "trial", "delivered"),
+    [
+        pytest.param(Outcome.BUSY, Outcome.ANSWERED, True, id="busy, and the trial answers"),
+        pytest.param(Outcome.FAILED, Outcome.ANSWERED, True, id="fails, and the trial answers"),
+        pytest.param(Outcome.FAILED, Outcome.FAILED, False, id="both fail"),
+        pytest.param(Outcome.FAILED, Outcome.CANCELLED, False, id="fails, and the trial is given up"),
+        pytest.param(Outcome.BUSY, Outcome.BUSY, False, id="both are busy"),
+    ],
+)
+def test_request_with_a_trial_waits_once_and_not_when_it_is_answered(main, trial, delivered):
+    made = dispatcher("http://a", "http://b", limit=8)
+    made.replicas["http://a"].fall_sick(Sickness.SILENT, 0.0)
+    (ticket,) = submit(made)
+    (first,) = made.take(0.0)
+    (second,) = made.tick(2.0)
+    assert second.why is Why.TRIAL
+    made.end(first, main, 3.0)
+    assert made.num_waiting == 1
+    assert made.end(second, trial, 3.005, tokens=5) is delivered
+    assert made.num_waiting == (not delivered)
+    sent = [copy for now in (4.0, 5.0, 20.0) for copy in made.tick(now)]
+    assert [copy.ticket for copy in sent if copy.why is not Why.TRIAL] == [ticket] * (not delivered)
+    assert made.num_waiting == 0
+
+
+def test_answer_that_all_replicas_give_makes_nobody_sick():
+    made = dispatcher()
+    for now in range(0, 60, 10):
+        submit(made)
+        for _ in range(3):
+            (copy,) = made.take(now)
+            made.end(copy, Outcome.ELSEWHERE, now)
+    assert all(replica.serving for replica in made.replicas.values())
+
+
+def test_drained_replica_that_is_added_again_serves_on():
+    made = dispatcher("http://a", "http://b")
+    a = made.replicas["http://a"]
+    submit(made)
+    list(made.take(0.0))
+    made.drain("http://a")
+    assert made.add("http://a", 5.0) is a and a.serving and len(a.copies) == 1
+
+
+def test_hedge_that_loses_costs_no_more_than_the_answer_that_won():
+    made = dispatcher("http://a", "http://b", limit=50)
+    now = 0.0
+    for _ in range(400):
+        submit(made, now=now)
+        (copy,) = made.take(now)
+        list(made.tick(now + 0.9))
+        now += 1.0
+        made.end(copy, Outcome.ANSWERED, now, tokens=100)
+    credit = made.token_credit
+    submit(made, now=now)
+    (first,) = made.take(now)
+    second = next(copy for later in range(1, 1000) for copy in made.tick(now + later))
+    made.end(second, Outcome.ANSWERED, now + 1000, tokens=120)
+    made.end(first, Outcome.CANCELLED, now + 1000)
+    assert credit + 6 - 120 <= made.token_credit < credit
+
+
 def test_both_copies_may_fail_and_the_request_goes_on():
     made = dispatcher("http://a", "http://b")
     (ticket,) = submit(made)
@@ -335,7 +431,7 @@ def test_what_nobody_waits_for_any_more_leaves_the_queue():
     (running,) = made.take(0.0)
     for ticket in tickets:
         made.withdraw(ticket)
-    assert made.num_waiting == 0 and len(made._waiting) < 2000
+    assert made.num_waiting == 0 and len(made._waiting._heap) < 2000
     made.end(running, Outcome.CANCELLED, 1.0)
     assert list(made.take(1.0)) == []
 
@@ -411,8 +507,8 @@ def test_random_events_never_lose_or_double_a_request():
                         made.end(other, Outcome.CANCELLED, now)
         running += list(made.take(now))
         assert sum(len(replica.copies) for replica in made.replicas.values()) == len(running)
-        held = [ticket for ticket in waiting_for if not ticket.num_tries]
-        assert made.num_waiting >= len(held)
+        assert made.num_waiting == sum(ticket.place is not None for ticket in waiting_for)
+        assert all(ticket.place is not None or ticket.copies for ticket in waiting_for)
     for _ in range(2000):  # whoever is left is answered
         now += 1.0
         running += [*made.take(now), *made.tick(now)]

@@ -9,9 +9,13 @@ import socket
 
 import aiohttp
 import pytest
+from multidict import CIMultiDict
 
 from tests.router.peers import Speak, completion, good, hangs, http, says
 from verl_fapo.router import Router
+from verl_fapo.router.answer import Answer
+from verl_fapo.router.dispatcher import Outcome
+from verl_fapo.router.proxy import MAX_HELD_BYTES, _judge
 from verl_fapo.settings import RouterSettings
 
 JSON = "Content-Type: application/json"
@@ -181,6 +185,15 @@ async def garbage(reader, writer, request) -> None:
     await writer.drain()
 
 
+def chunks(status: str, body: bytes) -> Speak:
+    async def speak(reader, writer, request) -> None:
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+        await writer.drain()
+
+    return speak
+
+
 FAILING = [
     pytest.param(cuts, id="cuts the connection"),
     pytest.param(half, id="half an answer"),
@@ -198,6 +211,11 @@ FAILING = [
     pytest.param(says(b"no", status="503 Busy"), id="busy"),
     pytest.param(says(b"no", "Retry-After: nonsense", status="429 Busy"), id="busy, oddly"),
     pytest.param(says(b"no", status="700 Odd"), id="status 700"),
+    pytest.param(says(b"no", "X-A: a\x01b"), id="control character in a header"),
+    pytest.param(says(b"no", "Set-Cookie: a\x7fb"), id="delete in a cookie"),
+    pytest.param(chunks("302 Moved", b"no"), id="redirect without a length"),
+    pytest.param(chunks("500 No", b"no"), id="500 without a length"),
+    pytest.param(chunks("500 No", b"x" * (MAX_HELD_BYTES + 1)), id="500 without an end"),
 ]
 
 
@@ -378,13 +396,16 @@ async def test_full_queue_is_told_with_a_time(start):
 
 
 async def test_bytes_under_way_have_a_bound(start):
-    run = await start(hangs, max_waiting_bytes=1000)
-    task = asyncio.create_task(run.ask(data=b"x" * 2000))
+    run = await start(hangs, max_body_bytes=1000, max_waiting_bytes=2500)
+    task = asyncio.create_task(run.ask(data=b"x" * 1000))
     await run.until(lambda: len(run.router.exchanges) == 1)
-    assert (await run.ask())[0] == 503
+    _, writer = await asyncio.open_connection("127.0.0.1", run.port)
+    writer.write(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 1000\r\n\r\nx")  # the rest is to come
+    await run.until(lambda: run.router._body_bytes == 2000)
+    assert (await run.ask(data=b"x" * 1000))[0] == 503
+    writer.close()
     task.cancel()
-    await run.until(lambda: not run.router.exchanges)
-    assert run.router._body_bytes == 0
+    await run.until(lambda: run.router._body_bytes == 0)
 
 
 async def test_same_key_runs_once(start):
@@ -469,3 +490,167 @@ async def test_thousands_of_requests_in_flight_are_each_answered_once(start):
         count = min(10_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
         assert all(await asyncio.gather(*(ask() for _ in range(count))))
     assert sum(len(peer.heard) for peer in run.peers) == count
+
+
+# What an attacker found.
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "outcome", "tokens"),
+    [
+        pytest.param("application/json", b'{"usage": {"completion_tokens": 9}}', Outcome.ANSWERED, 9, id="told"),
+        pytest.param(
+            "application/json", b'{"usage": {"completion_tokens": 1e999}}', Outcome.ANSWERED, 10, id="infinite"
+        ),
+        pytest.param(
+            "application/json", b'{"usage": {"completion_tokens": 1e18}}', Outcome.ANSWERED, 10, id="too many"
+        ),
+        pytest.param("application/json", b'{"usage": {"completion_tokens": NaN', Outcome.FAILED, 0, id="cut"),
+        pytest.param("application/json", b"1" * 5000, Outcome.ANSWERED, 1250, id="long integer"),
+        pytest.param("application/jsonl", b"{}\n{}", Outcome.ANSWERED, 1, id="lines of JSON"),
+        pytest.param("application/json; charset=utf-8", b"{", Outcome.FAILED, 0, id="with a charset"),
+    ],
+)
+def test_answer_is_checked_and_its_tokens_are_not_believed_blindly(content_type, body, outcome, tokens):
+    judged = _judge(Answer(200, "OK", CIMultiDict({"Content-Type": content_type}), body))
+    assert judged[0] is outcome and judged[1] == pytest.approx(tokens, abs=0.5)
+
+
+async def test_copy_that_was_cancelled_before_it_began_goes_elsewhere(start):
+    run, other = await start(hangs), await start(good)
+    run.router.replace([])
+    tasks = [asyncio.create_task(run.ask()) for _ in range(3)]
+    await run.until(lambda: run.router.dispatcher.num_waiting == 3)
+    run.router.add(run.urls[0])
+    run.router.remove(run.urls[0])
+    run.router.add(other.urls[0])
+    assert [status for status, _, _ in await asyncio.gather(*tasks)] == [200] * 3
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_stream_whose_client_left_as_it_began_takes_no_place(start, turns):
+    begun = asyncio.Event()
+
+    async def stream(reader, writer, request) -> None:
+        run.writer = writer
+        begun.set()
+        await asyncio.sleep(60)
+
+    run = await start(stream)
+    (replica,) = run.router.dispatcher.replicas.values()
+    _, writer = await asyncio.open_connection("127.0.0.1", run.port)
+    writer.write(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\nx")
+    await begun.wait()
+    run.writer.write(STREAM_HEAD + b"2\r\nok\r\n")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    writer.transport.abort()
+    await run.until(lambda: not replica.copies)
+    assert not run.router.exchanges
+
+
+async def test_key_is_free_as_soon_as_its_client_left(start):
+    async def slowly(reader, writer, request) -> None:
+        await asyncio.sleep(0.05)
+        await good(reader, writer, request)
+
+    run = await start(slowly)
+    request = b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\nIdempotency-Key: k%d\r\n\r\nx"
+    for number in range(8):
+        reader, second = await asyncio.open_connection("127.0.0.1", run.port)
+        _, first = await asyncio.open_connection("127.0.0.1", run.port)
+        first.write(request % number)
+        await run.until(lambda: run.router.exchanges)
+        first.transport.abort()
+        for _ in range(number % 4):
+            await asyncio.sleep(0)
+        second.write(request % number)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+        second.close()
+
+
+async def test_stream_under_a_key_goes_to_the_first_that_asked(start):
+    gate = asyncio.Event()
+
+    async def gated(reader, writer, request) -> None:
+        await gate.wait()
+        await chunks("200 OK", b"stream")(reader, writer, request)
+
+    run = await start(gated)
+    asking = []
+    for number in range(1, 4):
+        asking.append(asyncio.create_task(run.ask(headers={"Idempotency-Key": "k"})))
+        await run.until(lambda number=number: any(exchange.clients == number for exchange in run.router.exchanges))
+    gate.set()
+    assert [status for status, _, _ in await asyncio.gather(*asking)] == [200, 409, 409]
+
+
+async def test_stop_waits_for_streams_and_for_uploads(start):
+    gate = asyncio.Event()
+
+    async def gated(reader, writer, request) -> None:
+        if request.body == b"stream":
+            writer.write(STREAM_HEAD)
+            await gate.wait()
+            writer.write(b"2\r\nok\r\n0\r\n\r\n")
+        else:
+            await good(reader, writer, request)
+
+    run = await start(gated)
+    stream = asyncio.create_task(run.ask(data=b"stream"))
+    reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+    writer.write(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nx")
+    await run.until(lambda: run.peers[0].heard and run.router._handling == 2)
+    stopping = asyncio.create_task(run.router.stop(20))
+    await asyncio.sleep(1.5)
+    writer.write(b"y")
+    gate.set()
+    assert b" 200 " in await reader.readline()
+    assert (await stream)[2] == b"ok"
+    await stopping
+    writer.close()
+
+
+PAGE = b"vllm:num_requests_running 8\nvllm:num_requests_waiting 3\n"
+ODD = b"vllm:num_requests_running 1e999\nvllm:num_requests_waiting 1.2.3\n"
+HUGE = b"vllm:num_requests_running 9%s\nvllm:num_requests_waiting 1\n" % (b"9" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("pages", "limit"),
+    [
+        pytest.param([PAGE], 8, id="full"),
+        pytest.param([b"# HELP a\n" * 40_000 + PAGE], 8, id="in many parts"),
+        pytest.param([None, PAGE], 8, id="fails at first"),
+        pytest.param([ODD], 1, id="odd numbers"),
+        pytest.param([HUGE], float("inf"), id="huge"),
+        pytest.param([b"python_info 1\n"], float("inf"), id="says nothing of it"),
+    ],
+)
+async def test_limit_is_learned_from_whatever_metrics_say(start, pages, limit):
+    asked = 0
+
+    async def replica(reader, writer) -> None:
+        nonlocal asked
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                page = b"{}"
+                if b"/metrics" in head:
+                    page = pages[min(asked, len(pages) - 1)]
+                    asked += 1
+                writer.write(http(page or b"", status="200 OK" if page else "500 No"))
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            writer.close()
+
+    server = await asyncio.start_server(replica, "127.0.0.1", 0)
+    run = await start()
+    router = Router(RouterSettings(), (f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",), time_scale=0.02)
+    await router.start()
+    (found,) = router.dispatcher.replicas.values()
+    await run.until(lambda: found.limit == limit)
+    await router.stop()
+    server.close()

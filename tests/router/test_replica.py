@@ -37,6 +37,7 @@ def test_newcomer_gets_more_and_more(share, room):
     [
         pytest.param(None, TIMING.first_pause, id="does not say"),
         pytest.param(7.0, 7.0, id="says"),
+        pytest.param(0.0, TIMING.first_pause, id="says at once"),
         pytest.param(1e9, TIMING.max_retry_after, id="says nonsense"),
     ],
 )

@@ -27,9 +27,15 @@ class Answer:
     passed_on: asyncio.Future[BaseException | None] | None = None
     """Set when the client has all of ``rest``, or to what came between."""
 
+    is_taken: bool = False
     passed_bytes: int = 0
     deadline: float = 0.0
     """Of the client, by the event loop's clock."""
+
+    def abandon(self) -> None:
+        """End ``rest`` if nobody came for it."""
+        if not self.is_taken and self.passed_on is not None and not self.passed_on.done():
+            self.passed_on.set_result(ConnectionResetError("the client hung up"))
 
 
 def error(status: int, message: str, **headers: str) -> Answer:

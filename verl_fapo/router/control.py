@@ -66,12 +66,12 @@ class Control:
 
     def refuse(self, request: web.BaseRequest, path: str) -> Answer | None:
         """Why a request is not let in."""
-        path = path.partition("?")[0]
-        if self.api_key and path != "/health":
-            shown = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(shown.encode(), f"Bearer {self.api_key}".encode()):
+        page = request.method, path.partition("?")[0]
+        if self.api_key and page != ("GET", "/health"):
+            shown = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(shown, f"Bearer {self.api_key}".encode()):
                 return error(401, "expected the header Authorization: Bearer KEY with the router's key")
-        elif request.method != "GET" and (request.method, path) in self._pages and not _is_local(request.remote):
+        elif request.method != "GET" and page in self._pages and not _is_local(request.remote):
             return error(403, "without a key the replicas are changed from the router's own machine only")
         return None
 

@@ -71,6 +71,42 @@ class Why(StrEnum):
     """To see whether a sick replica is well again; the request does not depend on it."""
 
 
+class Queue:
+    """Tickets in the order of a key, from which any can be taken out."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Ticket]] = []
+        self._live = 0
+
+    def __len__(self) -> int:
+        return self._live
+
+    def push(self, ticket: Ticket, key: float) -> None:
+        """Put a ticket in, which leaves where it waited before; ties go to the ticket that came first."""
+        if ticket.place is not None:
+            ticket.place.remove(ticket)
+        ticket.place, ticket.entry = self, next(_serial)
+        heapq.heappush(self._heap, (key, ticket.serial, ticket.entry, ticket))
+        self._live += 1
+
+    def first(self) -> tuple[float, Ticket] | None:
+        """The lowest key and its ticket."""
+        while self._heap and not self._is_live(self._heap[0]):
+            heapq.heappop(self._heap)
+        return (self._heap[0][0], self._heap[0][3]) if self._heap else None
+
+    def remove(self, ticket: Ticket) -> None:
+        """Take a ticket out."""
+        ticket.place = None
+        self._live -= 1
+        if len(self._heap) > 1024 and len(self._heap) > 2 * self._live:
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
+
+    def _is_live(self, entry: tuple[float, int, int, Ticket]) -> bool:
+        return entry[3].place is self and entry[3].entry == entry[2]
+
+
 @dataclass(eq=False, slots=True)
 class Ticket:
     """A request as the decisions see it.
@@ -89,15 +125,21 @@ class Ticket:
     tried: set[Replica] = field(default_factory=set)
     failures: int = 0
     sent: int = 0
-    queued: bool = False
+    place: Queue | None = None
+    """Where it waits, with the entry that is its own: others of it there are out of date."""
+
+    entry: int = 0
     hedged: bool = False
+    tokens: float = 0.0
+    """Of the answer that it got."""
+
     done: bool = False
     serial: int = field(default_factory=lambda: next(_serial))
 
     @property
     def num_tries(self) -> int:
-        """Copies under way that it depends on."""
-        return sum(copy.why is not Why.TRIAL for copy in self.copies)
+        """Copies under way that can be relied on."""
+        return sum(copy.why is not Why.TRIAL and not copy.replica.is_lost for copy in self.copies)
 
 
 @dataclass(eq=False, slots=True)
@@ -174,9 +216,7 @@ class Dispatcher:
         self._random = random.Random(seed)
         self._index = itertools.count()
         self._arrivals = itertools.count(1)
-        self._waiting: list[tuple[float, int, Ticket]] = []
-        self._num_waiting = 0
-        self._later: list[tuple[float, int, Ticket]] = []
+        self._waiting, self._later = Queue(), Queue()
         self._free: list[tuple[float, int, int, Replica]] = []
         self._urgent: deque[tuple[Copy, Why]] = deque()
         self._tables: dict[str, LifeTable] = {}
@@ -190,10 +230,11 @@ class Dispatcher:
     def add(self, url: str, now: float) -> Replica:
         """Send requests to a base URL, few at first unless it is among the first of all."""
         known = self.replicas.get(url)
-        if known is not None and not known.draining:
-            return known
         if known is not None:
-            self.remove(url)
+            if known.draining:
+                known.draining, known.ramp_from = False, now
+                self._offer(known, now)
+            return known
         replica = Replica(url, next(self._index), self.timing, limit_is_given=self._limit is not None)
         replica.limit = self._limit or replica.limit
         replica.sign_of_life(self._of_all(now))
@@ -256,7 +297,7 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting + len(self._later)
+        return len(self._waiting) + len(self._later)
 
     @property
     def mean_seconds(self) -> float:
@@ -270,23 +311,19 @@ class Dispatcher:
         self._mean_size += (ticket.size - self._mean_size) / min(1000, next(self._arrivals))
         length = ticket.size / (LONG * self._mean_size or 1)
         ticket.priority = ticket.now - self.timing.patience * min(1.0, length)
-        self._queue(ticket)
+        self._waiting.push(ticket, ticket.priority)
         return True
 
     def withdraw(self, ticket: Ticket) -> None:
         """The client is gone or its time is up; the caller ends its copies with :attr:`Outcome.CANCELLED`."""
         ticket.done = True
-        if ticket.queued:
-            ticket.queued = False
-            self._num_waiting -= 1
-        self._prune()
+        if ticket.place is not None:
+            ticket.place.remove(ticket)
 
     def take(self, now: float) -> Iterator[Copy]:
         """The copies to be sent now."""
-        while self._later and self._later[0][0] <= now:
-            ticket = heapq.heappop(self._later)[2]
-            if not ticket.done:
-                self._queue(ticket)
+        while (first := self._later.first()) and first[0] <= now:
+            self._waiting.push(first[1], first[1].priority)
         yield from self._take_urgent(now)
         yield from self._take_waiting(now)
 
@@ -315,12 +352,16 @@ class Dispatcher:
             replica.pause(retry_after, now)
             replica.sign_of_life(self._of_all(now))
             self.counts["busy"] += 1
+        elif outcome is Outcome.ELSEWHERE:
+            replica.sign_of_life(self._of_all(now))
+            ticket.tried.add(replica)
+            deliver = not ticket.done and not ticket.num_tries and not self._untried(ticket)
         else:
             self._failed(copy, now)
-            deliver = outcome is Outcome.ELSEWHERE and not self._untried(ticket)
-        if not ticket.done and not deliver and not ticket.num_tries:
+        if deliver:
+            self.withdraw(ticket)
+        elif not ticket.done and not ticket.num_tries and ticket.place is None:
             self._try_again(ticket, outcome, now)
-        ticket.done |= deliver
         self._offer(replica, now)
         return deliver
 
@@ -344,6 +385,7 @@ class Dispatcher:
         replica.answer(was_expected=was_expected, tokens=tokens, seconds=age, of_all=self._of_all(now))
         if ticket.done:
             return False
+        ticket.tokens = tokens
         if copy.why in (Why.HEDGE, Why.RESCUE):
             self.counts["second copies that won"] += 1
         return True
@@ -353,7 +395,7 @@ class Dispatcher:
         if copy.ticket.hedged and copy.ticket.done:
             replica = copy.replica
             speed = replica.tokens / replica.seconds if replica.seconds else self._tokens / (self._seconds or 1)
-            self.token_credit -= age * speed
+            self.token_credit -= min(copy.ticket.tokens, age * speed)
 
     def _failed(self, copy: Copy, now: float) -> None:
         ticket, replica = copy.ticket, copy.replica
@@ -376,22 +418,19 @@ class Dispatcher:
                 self._urge(copy, Why.RESCUE)
 
     def _try_again(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
-        if outcome is not Outcome.BUSY and not self._untried(ticket):
-            ticket.tried.clear()
         ticket.priority = ticket.now - 2 * self.timing.patience  # it waited its turn once
         if outcome is Outcome.FAILED:
             pause = min(self.timing.max_retry, self.timing.first_retry * 2 ** min(ticket.failures - 1, 30))
-            heapq.heappush(self._later, (now + self._random.uniform(0.5, 1) * pause, ticket.serial, ticket))
+            self._later.push(ticket, now + self._random.uniform(0.5, 1) * pause)
         else:
-            self._queue(ticket)
+            self._waiting.push(ticket, ticket.priority)
 
     def _untried(self, ticket: Ticket) -> bool:
-        return any(replica.serving and replica not in ticket.tried for replica in self.replicas.values())
-
-    def _queue(self, ticket: Ticket) -> None:
-        heapq.heappush(self._waiting, (ticket.priority, ticket.serial, ticket))
-        ticket.queued = True
-        self._num_waiting += 1
+        working = {copy.replica for copy in ticket.copies}
+        return any(
+            replica.serving and replica not in ticket.tried and replica not in working
+            for replica in self.replicas.values()
+        )
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 
@@ -403,6 +442,8 @@ class Dispatcher:
 
     def _pick(self, ticket: Ticket, now: float, *, quick: bool) -> Replica | None:
         """The best free replica that is not known to fail this request; a ``quick`` one on demand."""
+        if ticket.tried and not self._untried(ticket):
+            ticket.tried.clear()  # no other is left, or not any more
         aside, chosen = [], None
         while self._free:
             entry = heapq.heappop(self._free)
@@ -424,7 +465,7 @@ class Dispatcher:
         if not quick and not self._policy.holds_back:
             return True
         slowness = self._best_speed / replica.speed
-        return slowness <= 2 or (not quick and slowness <= 1 + self._num_waiting / (LONG * self._quick_room))
+        return slowness <= 2 or (not quick and slowness <= 1 + len(self._waiting) / (LONG * self._quick_room))
 
     def _send(self, ticket: Ticket, replica: Replica, why: Why, now: float) -> Copy:
         copy = Copy(ticket, replica, why, now, now)
@@ -443,9 +484,9 @@ class Dispatcher:
             copy, why = self._urgent.popleft()
             ticket, rival = copy.ticket, copy.replica
             copy.urgent = False
-            if ticket.done or copy not in ticket.copies or ticket.num_tries > 1:
+            if ticket.done or copy not in ticket.copies or ticket.num_tries > (why is Why.HEDGE):
                 continue
-            if why is Why.HEDGE and not self._can_afford_hedge():
+            if ticket.place is not None or (why is Why.HEDGE and not self._can_afford_hedge()):
                 continue
             replica = self._pick(ticket, now, quick=True)
             if replica is None:
@@ -463,33 +504,22 @@ class Dispatcher:
 
     def _can_afford_hedge(self) -> bool:
         mean_tokens = self._tokens / self.answers if self.answers else math.inf
-        return self.token_credit > (self._hedges_under_way + 1) * mean_tokens / 2
+        return self.token_credit > (self._hedges_under_way + 1) * mean_tokens
 
     def _take_waiting(self, now: float) -> Iterator[Copy]:
         aside = []
-        while self._waiting and self._free and len(aside) < MAX_SET_ASIDE:
-            entry = heapq.heappop(self._waiting)
-            ticket = entry[2]
-            if not ticket.queued:
-                continue
+        while self._free and len(aside) < MAX_SET_ASIDE and (first := self._waiting.first()):
+            ticket = first[1]
+            self._waiting.remove(ticket)
             replica = self._pick(ticket, now, quick=False)
-            if replica is None:
-                aside.append(entry)
-                if not ticket.tried:
-                    break
+            if replica is not None:
+                yield self._send(ticket, replica, Why.RETRY if ticket.sent else Why.FIRST, now)
                 continue
-            ticket.queued = False
-            self._num_waiting -= 1
-            yield self._send(ticket, replica, Why.RETRY if ticket.sent else Why.FIRST, now)
-        for entry in aside:
-            heapq.heappush(self._waiting, entry)
-
-    def _prune(self) -> None:
-        # Requests that were given up stay in the heaps until their turn; not so many that memory grows.
-        for heap in (self._waiting, self._later):
-            if len(heap) > 1024 and len(heap) > 2 * (self._num_waiting + 1):
-                heap[:] = [entry for entry in heap if not entry[2].done]
-                heapq.heapify(heap)
+            aside.append(ticket)
+            if not ticket.tried:
+                break  # nobody is free for anybody
+        for ticket in aside:
+            self._waiting.push(ticket, ticket.priority)
 
     # --- looking at what is under way ---------------------------------------------------------------------------------
 
@@ -557,6 +587,8 @@ class Dispatcher:
                 if ticket is not None:
                     replica.on_trial = True
                     yield self._send(ticket, replica, Why.TRIAL, now)
+                elif not any(other.serving for other in self.replicas.values()):
+                    replica.recover(now, self._of_all(now))  # there is no better one
 
     def _is_slow_and_idle(self, replica: Replica) -> bool:
         return replica.serving and not replica.copies and self._best_speed > 2 * replica.speed

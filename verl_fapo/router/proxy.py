@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -33,6 +34,7 @@ MAX_CHECKED_BYTES = 2**20
 MAX_PAGE_BYTES = 2**22
 """Of a replica's ``/metrics``."""
 
+MAX_LOAD = 2**20
 MAX_TIMEOUT_SECONDS = 7 * 86400.0
 BODY_SECONDS = 60.0
 WRITE_SECONDS = 60.0
@@ -52,13 +54,17 @@ HOP_BY_HOP = (
     *("TE", "Trailer", "Transfer-Encoding", "Upgrade"),
 )
 
+CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+
 # How many requests an engine works on, and how many wait in it; a line for each of its data-parallel ranks.
 LOADS = (
-    re.compile(rb"^(?:vllm:num_requests_running|sglang:num_running_reqs)(?:\{[^}]*\})? (\d[\d.e+]*)", re.MULTILINE),
-    re.compile(rb"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? (\d[\d.e+]*)", re.MULTILINE),
+    re.compile(rb"^(?:vllm:num_requests_running|sglang:num_running_reqs)(?:\{[^}]*\})? (\d+(?:\.\d*)?)", re.MULTILINE),
+    re.compile(rb"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? (\d+(?:\.\d*)?)", re.MULTILINE),
 )
 
 logger = logging.getLogger(__name__)
+QUIET = logging.getLogger(f"{__name__}.http")
+QUIET.setLevel(logging.CRITICAL + 1)
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +80,7 @@ class Exchange(Ticket):
     failure: Answer | None = None
     """What the last try got, for want of better."""
 
+    key: str = ""
     clients: int = 0
 
 
@@ -111,7 +118,7 @@ class Router:
         self._first_workers = workers
         self._control = Control(self, api_key)
         self._by_key: dict[str, Exchange] = {}
-        self._body_bytes = 0
+        self._body_bytes = self._handling = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._server: asyncio.Server | None = None
@@ -140,6 +147,7 @@ class Router:
             handler_cancellation=True,
             keepalive_timeout=KEEP_ALIVE_SECONDS,
             access_log=None,
+            logger=QUIET,  # what a client sends wrongly is answered, not logged
             auto_decompress=False,
             lingering_time=1.0,
         )
@@ -156,10 +164,10 @@ class Router:
             self._server.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
-                while self.exchanges:
+                while self._handling:
                     await asyncio.sleep(0.05)
         await self._http.shutdown(timeout=0.5)
-        for task in [*self._tasks, *(task for exchange in self.exchanges for task in exchange.tries.values())]:
+        for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._session.close()
@@ -169,7 +177,9 @@ class Router:
         known = self.dispatcher.replicas.get(url.rstrip("/"))
         replica = self.dispatcher.add(url.rstrip("/"), self._now())
         if replica is not known:
-            self._spawn(self._watch(replica))
+            self._spawn(self._probe(replica))
+            if not replica.limit_is_given:
+                self._spawn(self._learn(replica))
         self._pump()
 
     def remove(self, url: str) -> None:
@@ -189,10 +199,11 @@ class Router:
         for url in urls:
             self.add(url)
 
-    def _spawn(self, work) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     @staticmethod
     def _now() -> float:
@@ -201,6 +212,16 @@ class Router:
     # --- the client's side --------------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._handling += 1
+        try:
+            return await self._answer(request)
+        except Exception:
+            logger.exception("a request failed by a fault of the router's")
+            raise
+        finally:
+            self._handling -= 1
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         began = self._now()
         path = _origin_form(request.raw_path)
         refusal = self._control.refuse(request, path)
@@ -208,20 +229,16 @@ class Router:
             reply = await self._control.answer(request, path)
             if reply is not None:
                 return reply
-            refusal = self._refuse(request, path)
+            refusal = self._refuse(path)
         answer = refusal or await self._exchange(request, path)
         self._control.count(answer.status, self._now() - began)
         return await self._reply(request, answer)
 
-    def _refuse(self, request: web.BaseRequest, path: str) -> Answer | None:
+    def _refuse(self, path: str) -> Answer | None:
         if self._closing:
             return error(503, "the router is stopping", Connection="close")
         if not path.startswith("/"):
             return error(400, f"the target of the request is {path[:100]!r}, expected a path")
-        if (request.content_length or 0) > self._settings.max_body_bytes:
-            return error(413, self._too_large, Connection="close")
-        if self._body_bytes > self._settings.max_waiting_bytes:
-            return self._full()
         return None
 
     @property
@@ -235,16 +252,8 @@ class Router:
         except ValueError as exc:
             return error(400, str(exc))
         deadline = self._now() + seconds
-        if request.headers.get("Expect", "").lower() == "100-continue":
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await request.read()
-        except TimeoutError:
-            return error(408, f"the body did not come within {BODY_SECONDS:g} s", Connection="close")
-        except web.HTTPRequestEntityTooLarge:
-            return error(413, self._too_large, Connection="close")
-        exchange = self._join(request, path, body)
+        body = await self._read_body(request)
+        exchange = self._join(request, path, body) if isinstance(body, bytes) else body
         if isinstance(exchange, Answer):
             return exchange
         exchange.clients += 1
@@ -255,8 +264,29 @@ class Router:
             raise
         finally:
             exchange.clients -= 1
-            if not exchange.clients and not (exchange.answer.done() and not exchange.answer.cancelled()):
+            if not exchange.clients:
                 self._close(exchange)
+
+    async def _read_body(self, request: web.BaseRequest) -> bytes | Answer:
+        """The whole body, whose bytes count from now on."""
+        largest = self._settings.max_body_bytes
+        length = request.content_length if request.content_length is not None else largest * request.can_read_body
+        if length > largest:
+            return error(413, self._too_large, Connection="close")
+        if self._body_bytes + length > self._settings.max_waiting_bytes:
+            return self._full()
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._body_bytes += length
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return await request.read()
+        except TimeoutError:
+            return error(408, f"the body did not come within {BODY_SECONDS:g} s", Connection="close")
+        except web.HTTPRequestEntityTooLarge:
+            return error(413, self._too_large, Connection="close")
+        finally:
+            self._body_bytes -= length
 
     def _join(self, request: web.BaseRequest, path: str, body: bytes) -> Exchange | Answer:
         """The exchange that runs under the request's key, or a new one."""
@@ -274,6 +304,7 @@ class Router:
             path=path,
             headers=_end_to_end(request.headers, "Host", "Content-Length", "Expect"),
             body=body,
+            key=key or "",
         )
         if not self.dispatcher.submit(exchange):
             return self._full()
@@ -281,15 +312,16 @@ class Router:
         self._body_bytes += len(body)
         if key:
             self._by_key[key] = exchange
-        exchange.answer.add_done_callback(lambda _: self._forget(exchange, key))
         self._pump()
         return exchange
 
-    def _forget(self, exchange: Exchange, key: str | None) -> None:
-        self.exchanges.discard(exchange)
-        self._body_bytes -= len(exchange.body)
-        if key:
-            self._by_key.pop(key, None)
+    def _forget(self, exchange: Exchange) -> None:
+        """It has its answer, or needs none."""
+        if exchange in self.exchanges:
+            self.exchanges.remove(exchange)
+            self._body_bytes -= len(exchange.body)
+            if exchange.key:
+                del self._by_key[exchange.key]
 
     def _full(self) -> Answer:
         seconds = max(1, math.ceil(self.dispatcher.mean_seconds))
@@ -301,18 +333,23 @@ class Router:
         if exchange.answer.done():
             answer = exchange.answer.result()
             answer.deadline = asyncio.get_running_loop().time() + deadline - self._now()
-            if answer.rest is not None and exchange.clients > 1:
+            if answer.rest is not None and answer.is_taken:
                 return error(409, f"an answer in parts is for the first request of its {IDEMPOTENCY_HEADER} only")
+            answer.is_taken = True
             return answer
         self._control.timed_out()
         return exchange.failure or error(504, f"no answer within {seconds:g} s")
 
     def _close(self, exchange: Exchange) -> None:
         """Nobody waits for it any more."""
+        self._forget(exchange)
         self.dispatcher.withdraw(exchange)
-        for task in exchange.tries.values():
-            task.cancel()
-        exchange.answer.cancel()
+        if exchange.answer.done():
+            exchange.answer.result().abandon()
+        else:
+            exchange.answer.cancel()
+            for task in exchange.tries.values():
+                task.cancel()
         self._pump()
 
     async def _reply(self, request: web.BaseRequest, answer: Answer) -> web.StreamResponse:
@@ -351,10 +388,14 @@ class Router:
             self._begin(copy)
 
     def _begin(self, copy: Copy) -> None:
-        copy.ticket.tries[copy] = asyncio.create_task(self._try(copy))
+        task = self._spawn(self._try(copy))
+        copy.ticket.tries[copy] = task
+        # However it ends, cancelled before its first step too, the dispatcher hears of it.
+        task.add_done_callback(functools.partial(self._tried, copy))
 
-    async def _try(self, copy: Copy) -> None:
-        exchange, outcome, tokens, retry_after, answer = copy.ticket, Outcome.FAILED, 0.0, None, None
+    async def _try(self, copy: Copy) -> tuple[Outcome, float, float | None, Answer]:
+        """What came of a copy, its tokens, the seconds that the replica asked us to wait, and its answer."""
+        exchange = copy.ticket
         try:
             async with self._session.request(
                 exchange.method,
@@ -365,15 +406,23 @@ class Router:
             ) as response:
                 answer = await _read(response)
                 outcome, tokens, retry_after = _judge(answer)
-                if answer.rest is not None:
+                if answer.rest is not None and outcome is Outcome.ANSWERED:
                     tokens += await self._pass_on(copy, answer) / TOKEN_BYTES
-        except asyncio.CancelledError:
+                return outcome, tokens, retry_after, answer
+        except (aiohttp.ClientError, OSError, ValueError) as exc:  # ValueError: headers that are none
+            answer = error(502, f"{type(exc).__name__} from the replica: {exc}"[:500])
+            return Outcome.FAILED, 0.0, None, answer
+
+    def _tried(self, copy: Copy, task: asyncio.Task) -> None:
+        exchange, outcome, tokens, retry_after, answer = copy.ticket, Outcome.FAILED, 0.0, None, None
+        exchange.tries.pop(copy, None)
+        if task.cancelled():
             outcome = Outcome.FAILED if copy.replica.removed else Outcome.CANCELLED
-        except (aiohttp.ClientError, OSError, ValueError) as exc:  # ValueError: a redirect or cookie that is none
-            outcome, answer = Outcome.FAILED, error(502, f"{type(exc).__name__} from the replica: {exc}"[:500])
-        del exchange.tries[copy]
-        deliver = self.dispatcher.end(copy, outcome, self._now(), tokens=tokens, retry_after=retry_after)
-        if deliver:
+        elif task.exception() is not None:
+            logger.error("a try failed by a fault of the router's", exc_info=task.exception())
+        else:
+            outcome, tokens, retry_after, answer = task.result()
+        if self.dispatcher.end(copy, outcome, self._now(), tokens=tokens, retry_after=retry_after):
             self._deliver(exchange, answer)
         elif outcome not in (Outcome.ANSWERED, Outcome.CANCELLED) and answer is not None:
             exchange.failure = answer
@@ -382,6 +431,7 @@ class Router:
     def _deliver(self, exchange: Exchange, answer: Answer) -> None:
         if not exchange.answer.done():
             exchange.answer.set_result(answer)
+        self._forget(exchange)
         for copy, task in exchange.tries.items():
             if copy.why is not Why.TRIAL:
                 task.cancel()
@@ -422,34 +472,28 @@ class Router:
             # However many there are to look at, it leaves nineteen twentieths of the time to requests.
             pause = max(self.timing.tick, 19 * (self._now() - began))
 
-    async def _watch(self, replica: Replica) -> None:
-        """Probe a replica, and learn its limit, until it is removed."""
-        looks, has_loads = 0, not replica.limit_is_given
+    async def _probe(self, replica: Replica) -> None:
+        """Ask a replica for its health until it is removed."""
         while not replica.removed:
-            if looks % 5 == 0:
-                healthy = await self._is_healthy(replica)
-                self.dispatcher.probed(replica, healthy=healthy, now=self._now())
+            status, _ = await self._get(replica, "/health")
+            # Of a server that has no such page nothing is known but that it is there.
+            healthy = status is not None and (status < 500 or status == HTTPStatus.NOT_IMPLEMENTED)
+            self.dispatcher.probed(replica, healthy=healthy, now=self._now())
+            self._pump()
+            await asyncio.sleep(self.timing.probe)
+
+    async def _learn(self, replica: Replica) -> None:
+        """Learn from a replica's engine how many requests it works on, until it is removed."""
+        can_tell = True
+        while can_tell and not replica.removed:
+            status, page = await self._get(replica, "/metrics")
+            load = [sum(map(float, pattern.findall(page))) for pattern in LOADS if pattern.search(page)]
+            known = status == HTTPStatus.OK and len(load) == len(LOADS) and max(load) < MAX_LOAD
+            can_tell = known or status not in (HTTPStatus.OK, HTTPStatus.NOT_FOUND)
+            if known or not can_tell:
+                self.dispatcher.loaded(replica, (int(load[0]), int(load[1])) if known else None, self._now())
                 self._pump()
-            if has_loads and not replica.failed_probes:
-                has_loads = await self._learn_limit(replica)
-            looks += 1
             await asyncio.sleep(self.timing.probe / 5)
-
-    async def _is_healthy(self, replica: Replica) -> bool:
-        status, _ = await self._get(replica, "/health")
-        # Of a server that has no such page nothing is known but that it is there.
-        return status is not None and (status < 500 or status == HTTPStatus.NOT_IMPLEMENTED)
-
-    async def _learn_limit(self, replica: Replica) -> bool:
-        """False if the replica has nothing to learn from."""
-        status, body = await self._get(replica, "/metrics")
-        if status is None:
-            return True
-        loads = [[float(value) for value in pattern.findall(body)] for pattern in LOADS]
-        known = status == HTTPStatus.OK and all(loads)
-        self.dispatcher.loaded(replica, tuple(int(sum(load)) for load in loads) if known else None, self._now())
-        self._pump()
-        return known
 
     async def _get(self, replica: Replica, path: str) -> tuple[int | None, bytes]:
         headers = {"Authorization": f"Bearer {self._control.api_key}"} if self._control.api_key else {}
@@ -508,9 +552,12 @@ def _end_to_end(headers: CIMultiDictProxy[str], *without: str) -> CIMultiDict[st
 async def _read(response: aiohttp.ClientResponse) -> Answer:
     """An answer, whole where nobody could use a part of it."""
     headers = _end_to_end(response.headers)
+    for text in (response.reason or "", *headers.values()):
+        if CONTROL.search(text):
+            raise ValueError("a control character in a header")
     headers.add("Via", VIA)
     length = response.content_length
-    whole = length is not None or response.content_type == "application/json" or response.status >= 400
+    whole = length is not None or _is_json(headers) or response.status >= 300
     answer = Answer(response.status, response.reason or "", headers, b"")
     if not whole:
         answer.rest = response
@@ -533,6 +580,8 @@ async def _read(response: aiohttp.ClientResponse) -> Answer:
 def _judge(answer: Answer) -> tuple[Outcome, float, float | None]:
     """What an answer means, its tokens, and the seconds that the replica asked us to wait."""
     status = answer.status
+    if status < 200:
+        return Outcome.FAILED, 0.0, None
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         return Outcome.BUSY, 0.0, retry_after_seconds(answer.headers.get("Retry-After"))
     if 300 <= status < 400 and status != HTTPStatus.NOT_MODIFIED:
@@ -544,14 +593,20 @@ def _judge(answer: Answer) -> tuple[Outcome, float, float | None]:
     if status >= 400:
         return Outcome.ANSWERED, 0.0, None
     tokens = max(1.0, len(answer.body) / TOKEN_BYTES)
-    is_json = answer.headers.get("Content-Type", "").startswith("application/json")
-    if not is_json or "Content-Encoding" in answer.headers or not 0 < len(answer.body) <= MAX_CHECKED_BYTES:
+    can_be_checked = _is_json(answer.headers) and "Content-Encoding" not in answer.headers
+    if not can_be_checked or not 0 < len(answer.body) <= MAX_CHECKED_BYTES:
         return Outcome.ANSWERED, tokens, None
     try:
-        usage = json.loads(answer.body)
+        usage = json.loads(answer.body, parse_int=float)  # of any length
     except (ValueError, RecursionError):
         return Outcome.FAILED, 0.0, None  # cut off, or garbage
     try:
-        return Outcome.ANSWERED, max(1.0, float(usage["usage"]["completion_tokens"])), None
-    except (LookupError, TypeError, ValueError, OverflowError):
+        told = float(usage["usage"]["completion_tokens"])
+    except (LookupError, TypeError, ValueError):
         return Outcome.ANSWERED, tokens, None
+    # No token has less than a byte.
+    return Outcome.ANSWERED, told if 1 <= told <= len(answer.body) else tokens, None
+
+
+def _is_json(headers: CIMultiDict[str]) -> bool:
+    return headers.get("Content-Type", "").partition(";")[0].strip().lower() == "application/json"

@@ -147,6 +147,11 @@ class Replica:
     def serving(self) -> bool:
         return not (self.sickness or self.draining or self.removed)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether what it works on is not to be waited for."""
+        return self.removed or self.sickness in (Sickness.SILENT, Sickness.UNREACHABLE)
+
     def room(self, now: float) -> float:
         """How many more requests it may be given."""
         if not self.serving or now < self.paused_until:
@@ -188,10 +193,10 @@ class Replica:
 
     def pause(self, seconds: float | None, now: float) -> None:
         """It is too busy (429 or 503), for ``seconds`` if it says so."""
-        if seconds is None:
-            seconds = min(self.timing.max_pause, self.timing.first_pause * 2 ** min(self.pauses, 30))
+        least = min(self.timing.max_pause, self.timing.first_pause * 2 ** min(self.pauses, 30))
         self.pauses += 1
-        self.paused_until = max(self.paused_until, now + min(seconds, self.timing.max_retry_after))
+        pause = max(least, min(seconds or 0.0, self.timing.max_retry_after))
+        self.paused_until = max(self.paused_until, now + pause)
         # What it holds now is what it can hold.
         share = min(1.0, len(self.copies) / self.capacity)
         self.ramp_from = max(self.ramp_from, self.paused_until - share * self.timing.ramp)
