@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -15,7 +16,6 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
-from tests.conftest import OwnProcesses
 from verl_fapo.router import Router
 from verl_fapo.settings import RouterSettings
 
@@ -29,7 +29,7 @@ START_SECONDS = 300
 MAX_NUM_SEQS = 4
 
 
-def start_vllm(workshop, port: int, own: OwnProcesses, log) -> subprocess.Popen:
+def start_vllm(workshop, port: int, log) -> subprocess.Popen:
     options = {
         "--model": workshop / "judge",
         "--served-model-name": "judge",
@@ -46,7 +46,7 @@ def start_vllm(workshop, port: int, own: OwnProcesses, log) -> subprocess.Popen:
         "--enforce-eager",
         *(str(part) for pair in options.items() for part in pair),
     ]
-    environment = {**os.environ, **own.mark, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
@@ -59,26 +59,33 @@ def answers(url: str) -> bool:
 
 
 @pytest.fixture
-async def cluster(workshop, own_processes, tmp_path, unused_tcp_port_factory) -> AsyncIterator[tuple]:
+async def cluster(workshop, tmp_path, unused_tcp_port_factory) -> AsyncIterator[tuple]:
     """Two servers and a router that learns their limits."""
     ports = [unused_tcp_port_factory() for _ in range(2)]
     urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
-    with open(tmp_path / "vllm.log", "wb") as log:
-        processes = [start_vllm(workshop, port, own_processes, log) for port in ports]
+    log_path, processes, router = tmp_path / "vllm.log", [], Router(RouterSettings(), urls)
+    try:
+        with open(log_path, "wb") as log:
+            processes = [start_vllm(workshop, port, log) for port in ports]
         deadline = time.monotonic() + START_SECONDS
         while not all(map(answers, urls)):
-            assert time.monotonic() < deadline, (tmp_path / "vllm.log").read_text()[-3000:]
-            assert all(process.poll() is None for process in processes), (tmp_path / "vllm.log").read_text()[-3000:]
+            assert time.monotonic() < deadline, log_path.read_text()[-3000:]
+            assert all(process.poll() is None for process in processes), log_path.read_text()[-3000:]
             await asyncio.sleep(0.5)
-        router = Router(RouterSettings(), urls)
-        port = await router.start()
-        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        url = f"http://127.0.0.1:{await router.start()}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             yield client, router, processes
         await router.stop()
+    finally:
         for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            kill(process)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a server and the engine that it started, which hides the environment by which tests know their processes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @pytest.mark.timeout(600)
@@ -117,6 +124,6 @@ async def test_real_vllm_streams_refuses_and_dies_under_load_and_no_request_is_l
     # One server is killed while it works.
     load = [asyncio.create_task(ask(number, 120)) for number in range(80)]
     await asyncio.wait(load, return_when=asyncio.FIRST_COMPLETED)
-    os.killpg(processes[0].pid, signal.SIGKILL)
+    kill(processes[0])
     assert all(await asyncio.gather(*load))
     assert router.dispatcher.counts["retry"] + router.dispatcher.counts["rescue"] >= 1
