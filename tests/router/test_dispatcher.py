@@ -243,15 +243,28 @@ def test_request_whose_second_copy_is_lost_too_gets_a_third():
     assert where(made.take(3.0)) == "c"
 
 
-def test_silent_replica_is_tried_again_when_no_other_is_left():
+@pytest.mark.parametrize("why", [Sickness.SILENT, Sickness.FAILING, Sickness.UNREACHABLE])
+def test_sick_replica_is_tried_again_when_no_other_is_left(why):
     made = dispatcher("http://a", "http://b")
     a, b = made.replicas.values()
-    a.fall_sick(Sickness.SILENT, 0.0)
+    a.fall_sick(why, 0.0)
     for _ in range(3):
-        made.probed(b, healthy=False, now=0.0)
+        for replica in (a, b):
+            made.probed(replica, healthy=False, now=0.0)
     submit(made)
     assert where(made.tick(0.5)) == ""
     assert where(made.tick(2.0)) == "a"
+
+
+def test_request_that_could_not_be_hedged_is_rescued_when_its_replica_is_lost():
+    made = dispatcher("http://a", "http://b", hedge_budget=0.0, limit=1)
+    submit(made, 2)
+    first, second = made.take(0.0)
+    made._urge(first, Why.HEDGE)  # without credit
+    for _ in range(3):
+        made.probed(first.replica, healthy=False, now=1.0)
+    made.end(second, Outcome.ANSWERED, 2.0, tokens=1)
+    assert where([*made.take(2.0), *made.tick(3.0)]) == "b"
 
 
 def test_request_that_failed_at_the_only_replica_left_comes_back_to_it():

@@ -63,9 +63,14 @@ class Replica(BaseHTTPRequestHandler):
         pass
 
 
+class QuietServer(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """Clients of these tests leave as they like."""
+
+
 @pytest.fixture
 def replica(monkeypatch) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Replica)
+    server = QuietServer(("127.0.0.1", 0), Replica)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

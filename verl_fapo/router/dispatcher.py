@@ -413,9 +413,8 @@ class Dispatcher:
     def _fall_sick(self, replica: Replica, why: Sickness, now: float) -> None:
         replica.fall_sick(why, now)
         self.counts[f"fell {why}"] += 1
-        if why is not Sickness.FAILING:
-            for copy in replica.copies:
-                self._urge(copy, Why.RESCUE)
+        if replica.is_lost:
+            self._rescue(replica)
 
     def _try_again(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
         ticket.priority = ticket.now - 2 * self.timing.patience  # it waited its turn once
@@ -481,6 +480,8 @@ class Dispatcher:
 
     def _take_urgent(self, now: float) -> Iterator[Copy]:
         for _ in range(len(self._urgent)):
+            if not self._free:
+                return
             copy, why = self._urgent.popleft()
             ticket, rival = copy.ticket, copy.replica
             copy.urgent = False
@@ -496,6 +497,11 @@ class Dispatcher:
             ticket.hedged |= why is Why.HEDGE
             self._hedges_under_way += why is Why.HEDGE
             yield self._send(ticket, replica, why, now)
+
+    def _rescue(self, lost: Replica) -> None:
+        for copy in lost.copies:
+            if not copy.ticket.done and not copy.ticket.num_tries:
+                self._urge(copy, Why.RESCUE)
 
     def _urge(self, copy: Copy, why: Why) -> None:
         if not copy.urgent:
@@ -532,7 +538,9 @@ class Dispatcher:
                 self._look_at(copy, now)
             if replica.serving and replica.unlikely_silence(self._of_all(now)) > SILENT:
                 self._fall_sick(replica, Sickness.SILENT, now)
-            elif not replica.sickness and self._hedge_budget:
+            elif replica.is_lost:
+                self._rescue(replica)
+            elif self._hedge_budget:
                 self._hedge_overdue(replica, now)
         yield from self._take_trials(now)
         self._free.clear()
@@ -559,9 +567,8 @@ class Dispatcher:
             ticket = copy.ticket
             if ticket.done or ticket.num_tries > 1:
                 continue
-            if self._table(ticket.kind).hazard(now - copy.started) < OVERDUE:
-                break  # the oldest come first
-            self._urge(copy, Why.HEDGE)
+            if self._table(ticket.kind).hazard(now - copy.started) >= OVERDUE:
+                self._urge(copy, Why.HEDGE)
 
     def _look_at(self, copy: Copy, now: float) -> None:
         table = self._table(copy.ticket.kind)
@@ -573,10 +580,13 @@ class Dispatcher:
         copy.seen = now
 
     def _take_trials(self, now: float) -> Iterator[Copy]:
+        some_serve = any(replica.serving for replica in self.replicas.values())
         for replica in self.replicas.values():
             if replica.draining or now < max(replica.retry_at, replica.paused_until):
                 continue
-            if replica.sickness is Sickness.FAILING:
+            if replica.sickness and not some_serve:
+                replica.recover(now, self._of_all(now))  # there is no better one
+            elif replica.sickness is Sickness.FAILING:
                 # What answers its probes, or has none, is tried with requests that can go elsewhere.
                 if not replica.failed_probes:
                     replica.recover(now, self._of_all(now))
@@ -587,8 +597,6 @@ class Dispatcher:
                 if ticket is not None:
                     replica.on_trial = True
                     yield self._send(ticket, replica, Why.TRIAL, now)
-                elif not any(other.serving for other in self.replicas.values()):
-                    replica.recover(now, self._of_all(now))  # there is no better one
 
     def _is_slow_and_idle(self, replica: Replica) -> bool:
         return replica.serving and not replica.copies and self._best_speed > 2 * replica.speed
