@@ -27,6 +27,18 @@ def submit(made: Dispatcher, count: int = 1, *, now: float = 0.0, size: int = 10
     return tickets
 
 
+def answer_400(made: Dispatcher) -> float:
+    """Play requests of a hundred tokens that take a second each; the time at the end."""
+    now = 0.0
+    for _ in range(400):
+        submit(made, now=now)
+        (copy,) = made.take(now)
+        list(made.tick(now + 0.9))
+        now += 1.0
+        made.end(copy, Outcome.ANSWERED, now, tokens=100)
+    return now
+
+
 def where(copies: list[Copy]) -> str:
     return "".join(copy.replica.url[-1] for copy in copies)
 
@@ -324,13 +336,7 @@ def test_drained_replica_that_is_added_again_serves_on():
 
 def test_hedge_that_loses_costs_no_more_than_the_answer_that_won():
     made = dispatcher("http://a", "http://b", limit=50)
-    now = 0.0
-    for _ in range(400):
-        submit(made, now=now)
-        (copy,) = made.take(now)
-        list(made.tick(now + 0.9))
-        now += 1.0
-        made.end(copy, Outcome.ANSWERED, now, tokens=100)
+    now = answer_400(made)
     credit = made.token_credit
     submit(made, now=now)
     (first,) = made.take(now)
@@ -398,13 +404,7 @@ def test_replicas_that_are_all_slower_than_before_are_not_silent():
 def test_overdue_request_gets_a_second_copy_within_the_budget():
     def play(budget: float) -> int:
         made = dispatcher("http://a", "http://b", limit=50, hedge_budget=budget)
-        now = 0.0
-        for _ in range(400):
-            submit(made, now=now)
-            (copy,) = made.take(now)
-            list(made.tick(now + 0.9))
-            now += 1.0
-            made.end(copy, Outcome.ANSWERED, now, tokens=100)
+        now = answer_400(made)
         submit(made, 30, now=now)
         list(made.take(now))
         for second in range(120):
