@@ -8,7 +8,7 @@ import pytest
 
 from verl_fapo.errors import RouterError
 from verl_fapo.router.dispatcher import Copy, Dispatcher, Outcome, Ticket, Why
-from verl_fapo.router.replica import Sickness, Timing
+from verl_fapo.router.replica import Sickness
 
 URLS = ("http://a", "http://b", "http://c")
 
@@ -51,7 +51,7 @@ class World:
         self.speeds = speeds
         self.ends: dict[Copy, float] = {}
         self.answered: dict[Ticket, float] = {}
-        self.wasted = 0.0
+        self.wasted = self.now = 0.0
         self.rng = random.Random(0)
         self.lengths: dict[Ticket, float] = {}
 
@@ -61,10 +61,11 @@ class World:
             self.ends[copy] = now + self.lengths[copy.ticket] / speed if speed else float("inf")
 
     def run(self, count: int, seconds: float) -> None:
-        made, step, now = self.made, 0.1, 0.0
-        for ticket in submit(made, count):
+        made, step, now = self.made, 0.1, self.now
+        end = now + seconds
+        for ticket in submit(made, count, now=now):
             self.lengths[ticket] = self.rng.lognormvariate(2.3, 0.5)
-        while now < seconds and len(self.answered) < count:
+        while now < end and len(self.answered) < count:
             now += step
             for copy in [copy for copy, end in self.ends.items() if end <= now]:
                 if copy not in self.ends:
@@ -268,6 +269,25 @@ def test_sick_replica_is_tried_again_when_no_other_is_left(why):
     assert where(made.tick(2.0)) == "a"
 
 
+def test_requests_that_all_hang_at_the_only_replica_left_go_on_when_others_are_back():
+    made = dispatcher("http://a", "http://b", "http://c", limit=50)
+    now = answer_400(made)
+    for _ in range(5):  # and some that took long
+        submit(made, now=now)
+        (copy,) = made.take(now)
+        now += 12.0
+        made.end(copy, Outcome.ANSWERED, now, tokens=100)
+    back = [made.replicas["http://b"], made.replicas["http://c"]]
+    for replica in back:
+        replica.fall_sick(Sickness.UNREACHABLE, now)
+    submit(made, 15, now=now)
+    assert where(made.tick(now)) == 15 * "a"
+    for replica in back:
+        made.probed(replica, healthy=True, now=now + 5.0)
+    sent = [copy for second in range(5, 20) for copy in made.tick(now + second)]
+    assert len(sent) == 15 and set(where(sent)) == {"b", "c"}
+
+
 def test_request_that_could_not_be_hedged_is_rescued_when_its_replica_is_lost():
     made = dispatcher("http://a", "http://b", hedge_budget=0.0, limit=1)
     submit(made, 2)
@@ -424,8 +444,7 @@ def test_replica_that_fell_silent_is_tried_with_a_copy_that_nobody_waits_for():
     assert c.sickness is Sickness.SILENT and made.counts["trial"] >= 1
     world.speeds["http://c"] = 1.0
     world.answered.clear()
-    made.timing = Timing()
-    world.ends = {copy: 0.0 for copy in world.ends if copy.replica is c}
+    world.ends |= {copy: 0.0 for copy in world.ends if copy.replica is c}
     world.run(150, 300)
     assert not c.sickness and c.answered > 5
 

@@ -35,8 +35,8 @@ def test_requests_under_way_count_although_they_have_not_ended():
     # Of 400 requests sent at once only the 40 short ones have ended: the others are not late.
     short = [2.0 + index / 40 for index in range(40)]
     assert table(short).hazard(2.9) > 2
-    assert table(short, under_way=[3.0] * 360).hazard(2.9) == pytest.approx(0.105, rel=0.1)
-    assert table(short, censored=[3.0] * 360).hazard(2.9) == pytest.approx(0.105, rel=0.1)
+    assert table(short, under_way=[3.0] * 360).hazard(2.9) == pytest.approx(0.105, rel=0.15)
+    assert table(short, censored=[3.0] * 360).hazard(2.9) == pytest.approx(0.105, rel=0.15)
 
 
 def test_beyond_the_longest_age_alone_tells_in_the_end():

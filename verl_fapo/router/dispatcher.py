@@ -552,7 +552,9 @@ class Dispatcher:
         ages: dict[str, list[float]] = {kind: [] for kind in self._tables}
         for replica in self.replicas.values():
             for copy in replica.copies:
-                ages.setdefault(self._kind(copy.ticket.kind), []).append(now - copy.started)
+                # Of a replica that gave no sign of life since, it is not known whether it works on it at all.
+                if copy.started < replica.at_sign[2]:
+                    ages.setdefault(self._kind(copy.ticket.kind), []).append(now - copy.started)
         for kind, table in self._tables.items():
             table.refresh(ages[kind])
 

@@ -60,7 +60,8 @@ class LifeTable:
             elif bucket > longest:
                 cumulative += 0.5 / (max(0.0, exposed) + 1)
             elif ended:
-                cumulative += ended / max(ended, exposed)
+                # The half keeps it finite where all that were left ended.
+                cumulative -= math.log1p(-ended / (max(ended, exposed) + 0.5))
             hazard.append(cumulative)
             at_risk -= ended + gone
         self._hazard = hazard
