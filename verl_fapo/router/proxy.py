@@ -215,7 +215,7 @@ class Router:
         self._handling += 1
         try:
             return await self._answer(request)
-        except Exception:
+        except Exception:  # aiohttp makes it a 500, but its logger is quiet
             logger.exception("a request failed by a fault of the router's")
             raise
         finally:
