@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import IO, Any
 
 from verl_fapo.errors import DataError
 
@@ -58,7 +58,6 @@ class RolloutLog:
         """Append one rollout, whose ``id`` is ``uid_session``; safe in threads."""
         line = _dump({**record, "time": time.time()})
         with self._lock:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             _append(self._path, line)
 
 
@@ -192,6 +191,9 @@ class RunFolder:
         (self.root / MERGING).mkdir(exist_ok=True)
         for path in (self.root / PARTS).glob("*.jsonl"):
             path.rename(self.root / MERGING / f"{uuid.uuid4().hex[:8]}-{path.name}")
+        for path in (self.root / MERGING).iterdir():
+            with path.open("ab") as file:  # who has it open writes its line now, or finds out that it was put aside
+                _hold(file)
         sizes = None
         while sizes != (sizes := [path.stat().st_size for path in sorted((self.root / MERGING).iterdir())]):
             _replace(self.root / CRITIQUES, map(_dump, self.judged()))
@@ -240,12 +242,27 @@ def is_trained(line: Mapping[str, Any]) -> bool:
 
 
 def _append(path: Path, line: str) -> None:
-    """Add a line, which is never glued to one that a crash or a full disk cut off."""
-    with path.open("ab+") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else "\n" + line
-        file.write(line.encode() + b"\n")
+    """Add a line, which is never glued to one that a crash or a full disk cut off, to the file that is there now."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("ab+") as file:
+                _hold(file)
+                if not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                    continue
+                if file.seek(0, os.SEEK_END):
+                    file.seek(-1, os.SEEK_END)
+                    line = line if file.read(1) == b"\n" else "\n" + line
+                file.write(line.encode() + b"\n")
+                return
+        except FileNotFoundError:  # put aside by a merge since the line before
+            continue
+
+
+def _hold(file: IO[bytes]) -> None:
+    """Wait until nobody else writes to an open file, and keep others out until it is closed."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _read(path: Path, *, key: str) -> Iterator[dict[str, Any]]:
