@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,14 +21,11 @@ from verl_fapo.critique import parse_verdict, split_paragraphs
 from verl_fapo.demo.lessons import judge_question
 from verl_fapo.demo.training import chat
 from verl_fapo.demo.warmup import tiny_models
-from verl_fapo.demo.world import MAX_VALUE, OPERATIONS, Problem, first_flaw, imperfect_solution, problems, solution
+from verl_fapo.demo.world import Problem, first_flaw, imperfect_solution, problems, slip, solution
 from verl_fapo.settings import JudgeSettings
 
 BATCH = 256
 Answered = list[tuple[Problem, str]]
-
-_NUMBER = re.compile(r"\d+")
-_SIGN = re.compile("|".join(map(re.escape, OPERATIONS)))
 
 
 class Writer:
@@ -99,43 +95,6 @@ def measure_judge(judge: Writer, judged: Answered) -> dict[str, float]:
 def made(asked: list[Problem], make: Callable[[Problem, random.Random], str]) -> Answered:
     rng = random.Random(0)
     return [(problem, make(problem, rng)) for problem in asked]
-
-
-def slip(text: str, rng: random.Random) -> str:
-    """A solution with a mistake that neither model was taught."""
-    return rng.choice((_change_number, _change_number, _change_sign, _drop, _repeat, _exchange))(text, rng)
-
-
-def _change_number(text: str, rng: random.Random) -> str:
-    return _change(text, _NUMBER, [str(value) for value in range(MAX_VALUE + 1)], rng)
-
-
-def _change_sign(text: str, rng: random.Random) -> str:
-    return _change(text, _SIGN, list(OPERATIONS), rng)
-
-
-def _change(text: str, pattern: re.Pattern[str], others: list[str], rng: random.Random) -> str:
-    place = rng.choice(list(pattern.finditer(text)))
-    return text[: place.start()] + rng.choice(others) + text[place.end() :]
-
-
-def _drop(text: str, rng: random.Random) -> str:
-    paragraphs = split_paragraphs(text)
-    del paragraphs[rng.randrange(len(paragraphs))]
-    return "\n\n".join(paragraphs)
-
-
-def _repeat(text: str, rng: random.Random) -> str:
-    paragraphs = split_paragraphs(text)
-    place = rng.randrange(len(paragraphs))
-    return "\n\n".join([*paragraphs[: place + 1], *paragraphs[place:]])
-
-
-def _exchange(text: str, rng: random.Random) -> str:
-    paragraphs = split_paragraphs(text)
-    i, j = rng.sample(range(len(paragraphs)), 2)
-    paragraphs[i], paragraphs[j] = paragraphs[j], paragraphs[i]
-    return "\n\n".join(paragraphs)
 
 
 def main() -> None:

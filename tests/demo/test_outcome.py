@@ -10,9 +10,9 @@ from verl_fapo.demo.outcome import Validation, gain, outcome_table, validations
 from verl_fapo.run_folder import RolloutLog, RunFolder
 
 QUESTION = "Mia has 7 beads. Step 1: she finds 5 more. Step 2: she swaps every 4 for one. How many beads does she have?"
-CLEAN = "Step 1: 7 + 5 = 12.\n\nStep 2: 12 // 4 = 3.\n\n\\boxed{3}"
-FLAWED = "Step 1: 7 + 5 = 13.\n\nStep 2: 13 // 4 = 3.\n\n\\boxed{3}"
-WRONG = "Step 1: 7 + 5 = 11.\n\nStep 2: 11 // 4 = 2.\n\n\\boxed{2}"
+CLEAN = "7 + 5 = 12.\n\n12 // 4 = 3.\n\n\\boxed{3}"
+FLAWED = "7 + 5 = 13.\n\n13 // 4 = 3.\n\n\\boxed{3}"
+WRONG = "7 + 5 = 11.\n\n11 // 4 = 2.\n\n\\boxed{2}"
 
 # step, validation, solution, the judge's verdict
 ROLLOUTS = [

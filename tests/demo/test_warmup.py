@@ -66,7 +66,7 @@ def test_policy_answers_within_64_tokens(tokenizer):
         assert len(tokenizer.encode(solution(problem))) < 60
 
 
-@pytest.mark.parametrize("text", ["Any (ASCII) text, 1234 & more:\n\n\n\t{x}\r\n", "Step 1: 99 + 5 = 104.", ""])
+@pytest.mark.parametrize("text", ["Any (ASCII) text, 1234 & more:\n\n\n\t{x}\r\n", "99 + 5 = 104.", ""])
 def test_other_text_is_told_by_its_characters(text, tokenizer):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -20,6 +20,7 @@ from verl_fapo.demo.world import (
     problem_rows,
     problems,
     read_problem,
+    slip,
     solution,
 )
 from verl_fapo.errors import DataError
@@ -29,7 +30,7 @@ QUESTION = (
     "Mia has 7 beads. Step 1: she finds 5 more. Step 2: she gives 5 away. Step 3: she swaps each one for 2 others. "
     "Step 4: she swaps every 4 for one. How many beads does she have?"
 )
-STEPS = ["Step 1: 7 + 5 = 12.", "Step 2: 12 - 5 = 7.", "Step 3: 7 * 2 = 14.", "Step 4: 14 // 4 = 3.", "\\boxed{3}"]
+STEPS = ["7 + 5 = 12.", "12 - 5 = 7.", "7 * 2 = 14.", "14 // 4 = 3.", "\\boxed{3}"]
 RIGHT = "\n\n".join(STEPS)
 NUM_PARAGRAPHS = len(STEPS)
 ANY_PROBLEM = st.builds(lambda seed: next(problems("test", seed=seed)), st.integers(0, 10_000))
@@ -63,35 +64,34 @@ WRONG = [
     pytest.param("\n\n".join([STEPS[0], STEPS[2], STEPS[1], *STEPS[3:]]), 1, id="steps exchanged"),
     pytest.param("\n\n".join([*STEPS[:2], STEPS[2] + "\n" + STEPS[3], STEPS[4]]), 2, id="two steps in a paragraph"),
     pytest.param(changed(3, STEPS[3] + " \\boxed{3}"), 3, id="box in the last step"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 8."), 1, id="wrong result"),
-    pytest.param(changed(2, "Step 3: 7 * 2 = 15."), 2, id="wrong result that washes out"),
-    pytest.param(changed(1, "Step 2: 11 - 4 = 7."), 1, id="wrong operands, right result"),
-    pytest.param(changed(1, "Step 2: 13 - 5 = 7."), 1, id="value copied wrong"),
-    pytest.param(changed(1, "Step 2: 12 - 4 = 7."), 1, id="operand copied wrong"),
-    pytest.param(changed(1, "Step 2: 12 + 5 = 7."), 1, id="wrong sign"),
-    pytest.param(changed(0, "Step 1: 5 + 7 = 12."), 0, id="operands exchanged"),
-    pytest.param(changed(2, "Step 3: 7 + 7 = 14."), 2, id="another way"),
-    pytest.param(changed(1, "Step 3: 12 - 5 = 7."), 1, id="wrong label"),
-    pytest.param(changed(1, "12 - 5 = 7."), 1, id="no label"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 7"), 1, id="no full stop"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 7.."), 1, id="two full stops"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 7 = 7."), 1, id="two results"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 8. 12 - 5 = 7."), 1, id="corrected in the line"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 7. Easy!"), 1, id="prose after the result"),
+    pytest.param(changed(1, "12 - 5 = 8."), 1, id="wrong result"),
+    pytest.param(changed(2, "7 * 2 = 15."), 2, id="wrong result that washes out"),
+    pytest.param(changed(1, "11 - 4 = 7."), 1, id="wrong operands, right result"),
+    pytest.param(changed(1, "13 - 5 = 7."), 1, id="value copied wrong"),
+    pytest.param(changed(1, "12 - 4 = 7."), 1, id="operand copied wrong"),
+    pytest.param(changed(1, "12 + 5 = 7."), 1, id="wrong sign"),
+    pytest.param(changed(0, "5 + 7 = 12."), 0, id="operands exchanged"),
+    pytest.param(changed(2, "7 + 7 = 14."), 2, id="another way"),
+    pytest.param(changed(1, "Step 3: 12 - 5 = 7."), 1, id="label before it"),
+    pytest.param(changed(1, "12 - 5 = 7"), 1, id="no full stop"),
+    pytest.param(changed(1, "12 - 5 = 7.."), 1, id="two full stops"),
+    pytest.param(changed(1, "12 - 5 = 7 = 7."), 1, id="two results"),
+    pytest.param(changed(1, "12 - 5 = 8. 12 - 5 = 7."), 1, id="corrected in the line"),
+    pytest.param(changed(1, "12 - 5 = 7. Easy!"), 1, id="prose after the result"),
     pytest.param(changed(1, "step 2: 12 - 5 = 7."), 1, id="small letter"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 07."), 1, id="leading zero"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = +7."), 1, id="plus before a number"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 7.0."), 1, id="decimals"),
-    pytest.param(changed(1, "Step 2: 1 2 - 5 = 7."), 1, id="blank in a number"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = \u0667."), 1, id="arabic digit"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = \uff17."), 1, id="fullwidth digit"),
-    pytest.param(changed(1, "Step 2: 12 \u2212 5 = 7."), 1, id="unicode minus"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 7\u200b."), 1, id="zero-width space"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 7\u0301."), 1, id="combining mark"),
-    pytest.param(changed(1, "Step 2: 12 - 5\u00a0= 7."), 1, id="no-break space"),
-    pytest.param(changed(1, "Step 2: 12 - 5 = 7\0."), 1, id="null"),
-    pytest.param(changed(1, "<|unk|>Step 2: 12 - 5 = 7."), 1, id="special token"),
-    pytest.param(changed(3, "Step 4: 14 / 4 = 3."), 3, id="another division"),
+    pytest.param(changed(1, "12 - 5 = 07."), 1, id="leading zero"),
+    pytest.param(changed(1, "12 - 5 = +7."), 1, id="plus before a number"),
+    pytest.param(changed(1, "12 - 5 = 7.0."), 1, id="decimals"),
+    pytest.param(changed(1, "1 2 - 5 = 7."), 1, id="blank in a number"),
+    pytest.param(changed(1, "12 - 5 = \u0667."), 1, id="arabic digit"),
+    pytest.param(changed(1, "12 - 5 = \uff17."), 1, id="fullwidth digit"),
+    pytest.param(changed(1, "12 \u2212 5 = 7."), 1, id="unicode minus"),
+    pytest.param(changed(1, "12 - 5 = 7\u200b."), 1, id="zero-width space"),
+    pytest.param(changed(1, "12 - 5 = 7\u0301."), 1, id="combining mark"),
+    pytest.param(changed(1, "12 - 5\u00a0= 7."), 1, id="no-break space"),
+    pytest.param(changed(1, "12 - 5 = 7\0."), 1, id="null"),
+    pytest.param(changed(1, "<|unk|>12 - 5 = 7."), 1, id="special token"),
+    pytest.param(changed(3, "14 / 4 = 3."), 3, id="another division"),
     pytest.param(changed(4, "\\boxed{4}"), 4, id="wrong box"),
     pytest.param(changed(4, "\\boxed{}"), 4, id="empty box"),
     pytest.param(changed(4, "\\boxed{3"), 4, id="open box"),
@@ -169,6 +169,12 @@ def test_mistakes_come_as_often_as_asked_and_some_answers_survive_them():
     assert 0.2 < sum(flaw >= 0 for flaw in right) / len(right) < 0.4
 
 
+@given(ANY_PROBLEM, st.randoms(use_true_random=False))
+def test_slip_is_a_flaw_unless_it_changes_nothing(problem, rng):
+    text = slip(solution(problem), rng)
+    assert (first_flaw(problem, text) < 0) == (text == solution(problem))
+
+
 @given(ANY_PROBLEM)
 def test_question_is_read_back(problem):
     assert read_problem(problem.question) == problem
@@ -214,7 +220,7 @@ def test_rows_have_the_question_for_the_judge_and_differ():
 
 
 def test_critique_by_hand():
-    assert perfect_critique(MIA, changed(1, "Step 2: 12 - 5 = 8.")) == (
+    assert perfect_critique(MIA, changed(1, "12 - 5 = 8.")) == (
         "Paragraph 0: 7 + 5 = 12, it has 12, right.\nParagraph 1: 12 - 5 = 7, it has 8, wrong.\n\\boxed{1}"
     )
     assert perfect_critique(MIA, RIGHT).endswith("the answer is 3, it has 3, right.\n\\boxed{-1}")

@@ -14,6 +14,7 @@ from verl_fapo.demo.world import (
     perfect_critique,
     problems,
     remarks,
+    slip,
     solution,
     written,
 )
@@ -32,6 +33,9 @@ NUM_INVENTED = 6400
 """Its next lessons, in which results are invented but for ``TRUE_SHARE``."""
 
 TRUE_SHARE = 0.5
+
+SLIP_SHARE = 0.5
+"""Of its last lessons, in solutions with a mistake of another kind than the policy was taught."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ def judge_lessons(seed: int) -> Iterator[Lesson]:
             yield Lesson(judge_question(problem, text), "\n".join(remarks(problem, text)))
         else:
             text, _ = imperfect_solution(problem, rng, error_rate=rng.choice(JUDGED_ERROR_RATES))
+            text = slip(text, rng) if rng.random() < SLIP_SHARE else text
             yield Lesson(judge_question(problem, text), perfect_critique(problem, text))
 
 

@@ -1,8 +1,8 @@
 r"""A tokenizer whose tokens are the phrases of the world and of the prompts, so that texts are short.
 
-``Step 1: ``, ``7``, `` + ``, ``5``, `` = ``, ``12``, ``.\n\n`` are seven tokens; a fixed line of the judge's template
-is one. Everything is found by rendering, so it goes along when a wording changes. Other ASCII text is told by its
-characters, and what is not ASCII is ``<|unk|>``. Decoding gives back the text to the letter.
+``7``, `` + ``, ``5``, `` = ``, ``12``, ``.\n\n`` are six tokens; a fixed line of the judge's template is one.
+Everything is found by rendering, so it goes along when a wording changes. Other ASCII text is told by its characters,
+and what is not ASCII is ``<|unk|>``. Decoding gives back the text to the letter.
 """
 
 from __future__ import annotations

@@ -5,18 +5,20 @@ r"""A world of small word problems in which every step can be checked exactly.
 
 A solution has a paragraph a step, and the answer::
 
-    Step 1: 7 + 5 = 12.
+    7 + 5 = 12.
 
-    Step 2: 12 - 5 = 7.
+    12 - 5 = 7.
 
-    Step 3: 7 * 2 = 14.
+    7 * 2 = 14.
 
-    Step 4: 14 // 4 = 3.
+    14 // 4 = 3.
 
     \boxed{3}
 
-Swapping many for one loses the rest: had step 3 said 15, step 4 would still give 3. So a wrong paragraph may lead to
-the right answer, as a guessable answer does in real data, and a policy that is paid for answers alone keeps it.
+Swapping many for one loses the rest: had the third paragraph said 15, the fourth would still give 3. So a wrong
+paragraph may lead to the right answer, as a guessable answer does in real data, and a policy that is paid for answers
+alone keeps it. Every token of a solution matters to its answer: one that did not, such as a label, would be free to
+drift in training, and a small judge does not see that.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ _STORY_STEP = re.compile(r"Step \d{1,4}: (.+?)\.", re.ASCII)
 # Numbers, words and runs of signs: what two paragraphs must have in common, whatever the blanks between.
 _TOKEN = re.compile(r"\\?[A-Za-z]+|[0-9]+|[^\sA-Za-z0-9]+", re.ASCII)
 _NUMBER = re.compile(r"[0-9]+")
+_SIGN = re.compile("|".join(map(re.escape, OPERATIONS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,13 @@ def solution(problem: Problem) -> str:
     return written(problem, problem.results)
 
 
+def written(problem: Problem, results: tuple[int, ...]) -> str:
+    """A solution with these results, each of which the next step goes on from."""
+    values = (problem.start, *results)
+    lines = [f"{values[i]} {step.sign} {step.operand} = {values[i + 1]}." for i, step in enumerate(problem.steps)]
+    return "\n\n".join([*lines, f"\\boxed{{{results[-1]}}}"])
+
+
 def imperfect_solution(problem: Problem, rng: random.Random, *, error_rate: float) -> tuple[str, int]:
     """A solution in which every result is wrong with probability ``error_rate``, and all later steps go on from there.
 
@@ -182,6 +192,14 @@ def imperfect_solution(problem: Problem, rng: random.Random, *, error_rate: floa
             flaw = i if flaw < 0 else flaw
         results.append(value)
     return written(problem, tuple(results)), flaw
+
+
+def slip(text: str, rng: random.Random) -> str:
+    """A solution with a mistake other than a wrong result: a token changed, or a paragraph dropped, repeated or moved.
+
+    Some are none: a number may be changed into itself.
+    """
+    return rng.choice((_change_number, _change_number, _change_sign, _drop, _repeat, _exchange))(text, rng)
 
 
 def first_flaw(problem: Problem, text: str) -> int:
@@ -226,6 +244,38 @@ def remarks(problem: Problem, text: str) -> list[str]:
     ]
 
 
+def _change_number(text: str, rng: random.Random) -> str:
+    return _change(text, _NUMBER, [str(value) for value in range(MAX_VALUE + 1)], rng)
+
+
+def _change_sign(text: str, rng: random.Random) -> str:
+    return _change(text, _SIGN, list(OPERATIONS), rng)
+
+
+def _change(text: str, pattern: re.Pattern[str], others: list[str], rng: random.Random) -> str:
+    place = rng.choice(list(pattern.finditer(text)))
+    return text[: place.start()] + rng.choice(others) + text[place.end() :]
+
+
+def _drop(text: str, rng: random.Random) -> str:
+    paragraphs = split_paragraphs(text)
+    del paragraphs[rng.randrange(len(paragraphs))]
+    return "\n\n".join(paragraphs)
+
+
+def _repeat(text: str, rng: random.Random) -> str:
+    paragraphs = split_paragraphs(text)
+    place = rng.randrange(len(paragraphs))
+    return "\n\n".join([*paragraphs[: place + 1], *paragraphs[place:]])
+
+
+def _exchange(text: str, rng: random.Random) -> str:
+    paragraphs = split_paragraphs(text)
+    i, j = rng.sample(range(len(paragraphs)), 2)
+    paragraphs[i], paragraphs[j] = paragraphs[j], paragraphs[i]
+    return "\n\n".join(paragraphs)
+
+
 def _draw_steps(rng: random.Random) -> tuple[Step, ...]:
     signs = rng.choices(tuple(OPERATIONS), k=NUM_STEPS)
     return tuple(Step(sign, rng.choice(OPERATIONS[sign].operands)) for sign in signs)
@@ -241,16 +291,6 @@ def _faithful(value: int, steps: tuple[Step, ...]) -> tuple[int, ...]:
 
 def _is_in_range(values: tuple[int, ...]) -> bool:
     return all(0 <= value <= MAX_VALUE for value in values)
-
-
-def written(problem: Problem, results: tuple[int, ...]) -> str:
-    """A solution with these results, each of which the next step goes on from."""
-    values = (problem.start, *results)
-    lines = [
-        f"Step {i + 1}: {values[i]} {step.sign} {step.operand} = {values[i + 1]}."
-        for i, step in enumerate(problem.steps)
-    ]
-    return "\n\n".join([*lines, f"\\boxed{{{results[-1]}}}"])
 
 
 def _is_same(paragraph: str, other: str) -> bool:
