@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Thread
 
 import ray
@@ -15,6 +16,7 @@ from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
 
 from verl_fapo.errors import GenRMError
+from verl_fapo.memory import checkpoint_fingerprint
 from verl_fapo.router import Router, allow_many_connections
 from verl_fapo.settings import FAPOSettings, RouterSettings
 
@@ -27,12 +29,15 @@ class GenRMGroup:
     """Serves the judge.
 
     ``endpoints`` and ``model`` are what its clients need; both are known once :meth:`start_router` returns, while the
-    replicas are still to come. With ``placement: external`` nothing is started.
+    replicas are still to come. With ``placement: external`` or ``none`` no replica is started.
     """
 
     def __init__(self, settings: FAPOSettings) -> None:
         self.endpoints = settings.genrm.endpoints
         self.model = settings.judge.model
+        self.checkpoint = settings.memory.checkpoint or f"{self.model} at {' '.join(self.endpoints)}"
+        """Name of the judge's weights, for the memory of verdicts."""
+
         self._settings = settings
         self._model_config: HFModelConfig | None = None
         self._deadline = math.inf
@@ -53,7 +58,8 @@ class GenRMGroup:
         if standalone:
             self._model_config = HFModelConfig(path=self.model)
             self.model = self._model_config.local_path
-        elif len(self.endpoints) == 1:
+            self.checkpoint = self._settings.memory.checkpoint or _fingerprint(self.model)
+        elif len(self.endpoints) < 2:
             return
         limit = rollout_config.max_num_seqs if standalone else None
         self._router = RouterActor.remote(self._settings.router, self.endpoints, limit)
@@ -61,7 +67,7 @@ class GenRMGroup:
 
     def start_replicas(self, rollout_config: DictConfig) -> None:
         """Begin to start the replicas, with the engine settings (memory, dtype, ...) of ``rollout_config``."""
-        if self._settings.genrm.placement == "external":
+        if self._settings.genrm.placement != "standalone":
             return
         self._deadline = time.monotonic() + self._settings.genrm.start_seconds
         replica_class = get_rollout_replica_class(self._settings.genrm.engine)
@@ -139,6 +145,13 @@ class GenRMGroup:
                 for group in replica.resource_pool.pgs or ():
                     ray.util.remove_placement_group(group)
         self._replicas = []
+
+
+def _fingerprint(model: str) -> str:
+    try:
+        return checkpoint_fingerprint(Path(model))
+    except OSError as exc:
+        raise GenRMError(f"fapo.judge.model={model!r}: can not be read ({exc})") from exc
 
 
 def replica_config(rollout_config: DictConfig, settings: FAPOSettings) -> DictConfig:

@@ -10,7 +10,7 @@ import random
 import re
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -23,6 +23,7 @@ from verl_fapo.critique import (
     parse_verdict,
     split_paragraphs,
 )
+from verl_fapo.memory import VerdictMemory, memory_key
 from verl_fapo.router.headers import IDEMPOTENCY_HEADER, TIMEOUT_HEADER, VIA, retry_after_seconds
 from verl_fapo.settings import JudgeSettings
 from verl_fapo.templates import read_template
@@ -31,6 +32,17 @@ MAX_TRIES = 4
 FIRST_PAUSE_SECONDS = 0.5
 MAX_ANSWER_BYTES = 16 * 2**20
 """Of one critique."""
+
+# Of these the judge had no part: they are not remembered.
+_NOT_ANSWERED = frozenset(
+    (
+        UnknownReason.TOO_LONG,
+        UnknownReason.REFUSED,
+        UnknownReason.TIMEOUT,
+        UnknownReason.UNREACHABLE,
+        UnknownReason.ERROR,
+    )
+)
 
 # What vLLM and SGLang say, in a 4xx, of a prompt that does not fit with max_tokens beside it. Where max_tokens alone is
 # above the whole context they say something else: that is a mistake in the settings, and refused.
@@ -51,6 +63,11 @@ class Judgement:
     verdict whatever there was, the server's complaint included."""
 
     seconds: float
+    tokens: int = 0
+    """Of the critique, as the server counts them."""
+
+    from_memory: bool = False
+    """It cost no request: it was remembered, or is that of an equal solution which was under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +83,26 @@ class JudgeClient:
 
     A judgement has until its deadline, which it tells the router. What a router of ours could not get is not asked
     again: it has tried all replicas. Where there is none, failures are tried again a few times, and whoever is busy
-    (429, 503) is waited for, as long as its ``Retry-After`` says.
+    (429, 503) is waited for, as long as its ``Retry-After`` says. Equal questions under way share one request.
 
     Args:
         settings: model, prompt, sampling and time limit.
         address: base URL of a server, or of a router in front of several. Where the environment variable
             ``FAPO_API_KEY`` is set, it is shown there as a bearer token.
+        memory: where judgements are looked up and kept; None for nowhere.
+        checkpoint: name of the judge's weights, to keep judgements of others apart.
 
     Raises:
         SettingsError: the template can not be read.
     """
 
-    def __init__(self, settings: JudgeSettings, address: str) -> None:
+    def __init__(
+        self, settings: JudgeSettings, address: str, *, memory: VerdictMemory | None = None, checkpoint: str = ""
+    ) -> None:
         self._settings = settings
+        self._memory = memory
+        self._checkpoint = checkpoint
+        self._under_way: dict[str, asyncio.Task[Judgement]] = {}
         self._template = read_template(settings.template)
         self._url = f"{address.rstrip('/')}/v1/chat/completions"
         self._session: aiohttp.ClientSession | None = None
@@ -86,21 +110,37 @@ class JudgeClient:
     async def judge(self, *, problem: str, reference: str, solution: str) -> Judgement:
         """Ask for the first wrong paragraph of a solution.
 
-        Whatever goes wrong between here and the judge is a verdict ``unknown(reason)``, never an exception.
+        Whatever goes wrong between here and the judge is a verdict ``unknown(reason)``, never an exception. A caller
+        that is cancelled takes nothing from others, and what the judge then says is still remembered.
         """
         paragraphs = split_paragraphs(solution, scope=self._settings.scope)
         prompt = self._template.render(problem, reference, paragraphs)
+        sampling = self._settings.model_dump(include={"temperature", "top_p", "max_tokens", "samples"})
+        key = memory_key(prompt, checkpoint=self._checkpoint, sampling=sampling)
+        if task := self._under_way.get(key):
+            return replace(await asyncio.shield(task), from_memory=True, tokens=0)
+        self._under_way[key] = task = asyncio.create_task(self._judge(key, prompt, len(paragraphs)))
+        task.add_done_callback(lambda _: self._under_way.pop(key))
+        return await asyncio.shield(task)
+
+    async def _judge(self, key: str, prompt: str, num_paragraphs: int) -> Judgement:
         started = time.monotonic()
+        if self._memory and (remembered := await asyncio.to_thread(self._memory.get, key)):
+            verdict, critique = remembered
+            return Judgement(verdict, critique, time.monotonic() - started, from_memory=True)
         deadline = started + self._settings.timeout_seconds
+        tokens = 0
         try:
             async with asyncio.timeout(self._settings.timeout_seconds):
-                verdict, critique = await self._ask(prompt, len(paragraphs), deadline)
+                verdict, critique, tokens = await self._ask(prompt, num_paragraphs, deadline)
         except TimeoutError:
             verdict = Verdict(reason=UnknownReason.TIMEOUT)
             critique = f"no answer within {self._settings.timeout_seconds:g} s"
-        return Judgement(verdict=verdict, critique=critique, seconds=time.monotonic() - started)
+        if self._memory and verdict.reason not in _NOT_ANSWERED:
+            await asyncio.to_thread(self._memory.put, key, verdict, critique)
+        return Judgement(verdict, critique, time.monotonic() - started, tokens)
 
-    async def _ask(self, prompt: str, num_paragraphs: int, deadline: float) -> tuple[Verdict, str]:
+    async def _ask(self, prompt: str, num_paragraphs: int, deadline: float) -> tuple[Verdict, str, int]:
         problem, failures, key = "", 0, uuid.uuid4().hex
         for attempt in itertools.count():
             pause = FIRST_PAUSE_SECONDS * 2 ** min(attempt, 6) * random.uniform(0.5, 1)
@@ -117,13 +157,13 @@ class JudgeClient:
                     pause = max(pause, reply.retry_after or 0.0)
                 elif reply.status < 500:
                     too_long = _TOO_LONG.search(reply.body)
-                    return Verdict(reason=UnknownReason.TOO_LONG if too_long else UnknownReason.REFUSED), problem
+                    return Verdict(reason=UnknownReason.TOO_LONG if too_long else UnknownReason.REFUSED), problem, 0
                 elif reply.status == 504 and reply.was_routed:
-                    return Verdict(reason=UnknownReason.TIMEOUT), problem
+                    return Verdict(reason=UnknownReason.TIMEOUT), problem, 0
                 else:
                     failures += MAX_TRIES if reply.was_routed else 1
             if failures >= MAX_TRIES or time.monotonic() + pause >= deadline:
-                return Verdict(reason=UnknownReason.UNREACHABLE), problem
+                return Verdict(reason=UnknownReason.UNREACHABLE), problem, 0
             await asyncio.sleep(pause)
         raise AssertionError("the loop ends by a return")
 
@@ -160,37 +200,47 @@ class JudgeClient:
             )
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Give up what is under way, and close the connections."""
+        for task in [*self._under_way.values()]:
+            task.cancel()
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
         if self._session is not None:
             await self._session.close()
             self._session = None
 
 
-def _read_completion(body: bytes, num_paragraphs: int, samples: int) -> tuple[Verdict, str]:
+def _read_completion(body: bytes, num_paragraphs: int, samples: int) -> tuple[Verdict, str, int]:
     no_sample = Verdict(reason=UnknownReason.UNREACHABLE), ""
     try:
-        choices = json.loads(body)["choices"][:samples]
+        completion = json.loads(body)
+        choices = completion["choices"][:samples]
         read = [_read_choice(choice, num_paragraphs) for choice in choices]
         if not any(read):
             raise LookupError("no choice with a text")
     except (ValueError, LookupError, TypeError, RecursionError) as exc:
         complaint = f"no chat completion ({type(exc).__name__}: {exc}): {body[:2000].decode(errors='replace')}"
-        return Verdict(reason=UnknownReason.UNREACHABLE), complaint
+        return Verdict(reason=UnknownReason.UNREACHABLE), complaint, 0
     read += [None] * (samples - len(read))
     verdicts, critiques = zip(*(sample or no_sample for sample in read), strict=True)
-    return combine_verdicts(verdicts), join_critiques(critiques, verdicts)
+    return combine_verdicts(verdicts), join_critiques(critiques, verdicts), _num_tokens(completion.get("usage"))
+
+
+def _num_tokens(usage: Any) -> int:
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if type(tokens) is int and 0 <= tokens < 2**31 else 0
 
 
 def _read_choice(choice: Any, num_paragraphs: int) -> tuple[Verdict, str] | None:
     """Verdict and critique of a choice; None if it is none.
 
-    Only a critique that came to its end has a verdict. A server that does not say why it stopped is taken at its word.
+    Only a critique that came to its end has a verdict; one that an engine aborted as it was ended is none at all. A
+    server that does not say why it stopped is taken at its word.
     """
     try:
         critique, finish_reason = choice["message"]["content"] or "", choice.get("finish_reason")
     except (LookupError, TypeError, AttributeError):
         return None
-    if not isinstance(critique, str):
+    if not isinstance(critique, str) or finish_reason == "abort":
         return None
     if finish_reason not in ("stop", None):
         return Verdict(reason=UnknownReason.TRUNCATED), critique

@@ -3,11 +3,13 @@
 config.yaml      the composed config
 started_at.txt   when the command was started, in seconds since the epoch
 metrics.jsonl    a line a training step, and one for the validation before the first
+advantages.jsonl a line a training step: the mean advantage of each of its rollouts, by id
 parts/*.jsonl    a line a scored rollout, a file per reward worker; merged at the end into
 rollouts.jsonl   a line a scored rollout, without its texts, and
 critiques.jsonl  a line a judged rollout, with them
 failure.txt      why the run was stopped, where it was
 summary.json     the counts of the whole run
+verdicts.sqlite  what the judge said, which later runs in the folder need not ask again; stays where it is
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 STARTED_AT = "started_at.txt"
 METRICS = "metrics.jsonl"
+ADVANTAGES = "advantages.jsonl"
 PARTS = "parts"
 MERGING = "parts.merging"
 LOCK = "lock"
@@ -42,9 +45,10 @@ ROLLOUTS = "rollouts.jsonl"
 CRITIQUES = "critiques.jsonl"
 FAILURE = "failure.txt"
 SUMMARY = "summary.json"
+VERDICTS = "verdicts.sqlite"
 
-FILES = (CONFIG, STARTED_AT, METRICS, PARTS, MERGING, ROLLOUTS, CRITIQUES, FAILURE, SUMMARY)
-TEXTS = ("problem", "solution", "ground_truth", "critique")
+FILES = (CONFIG, STARTED_AT, METRICS, ADVANTAGES, PARTS, MERGING, ROLLOUTS, CRITIQUES, FAILURE, SUMMARY)
+TEXTS = ("problem", "solution", "critique")
 
 
 class RolloutLog:
@@ -112,6 +116,19 @@ class RunFolder:
         """Append the metrics of a step; what is no number is left out."""
         numbers = {key: number for key, value in metrics.items() if (number := _number(value)) is not None}
         _append(self.root / METRICS, _dump({"step": step, **numbers}))
+
+    def log_advantages(self, step: int, advantages: Mapping[str, float]) -> None:
+        """Append the advantages of a step's rollouts, by id."""
+        finite = {key: number for key, value in advantages.items() if (number := _number(value)) is not None}
+        _append(self.root / ADVANTAGES, _dump({"step": step, "advantages": finite}))
+
+    def advantages(self) -> dict[str, float]:
+        """The advantage of each rollout that was trained on, by id; of one trained on again, the last."""
+        return {
+            key: advantage
+            for line in _read(self.root / ADVANTAGES, key="advantages")
+            for key, advantage in line["advantages"].items()
+        }
 
     def fail(self, cause: str) -> None:
         """Note why the run ends."""
