@@ -15,8 +15,8 @@ from verl_fapo.recipe_group import RecipeGroup
 # `+recipe=fapo` on any Hydra command
 Plugins.instance().register(RecipeGroup)
 
-# reward.reward_manager.name=fapo
-when_imported("verl.experimental.reward_loop.reward_manager")(lambda _: import_module("verl_fapo.managers.fapo"))
+# reward.reward_manager.name=fapo, fapo_genrm
+when_imported("verl.experimental.reward_loop.reward_manager")(lambda _: import_module("verl_fapo.managers.fapo_genrm"))
 
 # trainer.v1.trainer_mode=fapo_sync, fapo_colocate_async, fapo_separate_async
 when_imported("verl.trainer.ppo.v1")(lambda _: import_module("verl_fapo.trainer"))

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from verl_fapo.errors import SettingsError
+from verl_fapo.theory import penalty_from_rho_shift
 
 # Strict: True is no number.
 Number = Annotated[float, Strict()]
@@ -89,11 +90,15 @@ class JudgeSettings(Settings):
     timeout_seconds: Number = Field(600.0, gt=0)
     """Longest time for one verdict, retries included."""
 
-    on_unknown: Literal["keep", "penalise"] = "keep"
-    """Reward of a right answer without a verdict: the rule's, or as if it were flawed."""
+    on_unknown: Literal["keep", "neutral", "penalise"] = "keep"
+    """A right answer without a verdict: it keeps the rule's reward; it is left out of its group's mean and std, and has
+    advantage 0; or it is treated as flawed."""
 
     max_unknown_rate: Number = Field(0.5, ge=0, le=1)
     """Training stops when a larger share of judgements than this gives no verdict; 1 never stops."""
+
+    above_max_unknown_rate: Literal["stop", "warn"] = "stop"
+    """What happens then."""
 
     validation: bool = False
     """Judge the right answers of validation too; they have no part in ``max_unknown_rate``."""
@@ -109,8 +114,8 @@ class JudgeSettings(Settings):
 
 
 class GenRMSettings(Settings):
-    placement: Literal["standalone", "external"] = "standalone"
-    """Start replicas on devices of their own, or use servers that run already (``endpoints``)."""
+    placement: Literal["standalone", "external", "none"] = "standalone"
+    """Start replicas on devices of their own, use servers that run already (``endpoints``), or judge nothing."""
 
     engine: Literal["vllm", "sglang"] = "vllm"
     """Inference engine of the replicas."""
@@ -139,9 +144,9 @@ class GenRMSettings(Settings):
     def check_endpoints(self) -> GenRMSettings:
         if self.placement == "external" and not self.endpoints:
             raise ValueError("placement is 'external' but endpoints is empty; name the servers in endpoints")
-        if self.placement == "standalone" and self.endpoints:
+        if self.placement != "external" and self.endpoints:
             raise ValueError(
-                f"endpoints is {list(self.endpoints)} but placement is 'standalone'; set placement to 'external'"
+                f"endpoints is {list(self.endpoints)} but placement is {self.placement!r}; set placement to 'external'"
             )
         for endpoint in self.endpoints:
             if not is_base_url(endpoint):
@@ -186,9 +191,38 @@ class RouterSettings(Settings):
         return self
 
 
+class OverlongSettings(Settings):
+    """DAPO's shaping of long responses (arXiv:2503.14476), added to every reward."""
+
+    buffer: Count = Field(0, ge=0)
+    """Tokens before ``data.max_response_length`` over which the reward falls; 0 for none of it."""
+
+    factor: Number = Field(1.0, ge=0)
+    """Reward units lost at the limit."""
+
+
+class MemorySettings(Settings):
+    """What was judged once is not judged again, in this run or after a resume."""
+
+    max_entries: Count = Field(1_000_000, ge=0)
+    """Judgements that are kept, the latest ones; 0 for none."""
+
+    path: str | None = None
+    """The file; unset, ``verdicts.sqlite`` in the run folder. Runs may share one."""
+
+    checkpoint: str | None = None
+    """Name of the judge's weights, where judgements of different ones must not be mixed up. Unset, it is made from the
+    checkpoint's files, or of external servers from their name for it and their addresses."""
+
+
 class FAPOSettings(Settings):
     penalty: Number = Field(1.0, ge=0, le=2)
-    """Lambda: taken off the reward of a right answer with a flawed paragraph (arXiv:2510.22543). 0 only logs."""
+    """Lambda: taken off the reward of a right answer with a flawed paragraph (arXiv:2510.22543). 0 only logs. Unset, it
+    is made from ``rho_shift``, or else 1."""
+
+    rho_shift: Number | None = Field(None, ge=0)
+    """In place of ``penalty``: the ratio of fully correct to wrong rollouts at which flawed positives begin to be
+    pushed out; lambda = 2 / (rho_shift + 1)."""
 
     run_dir: str = Field("fapo_run", min_length=1)
     """Folder that the run writes itself into; on a cluster, one that every node sees."""
@@ -197,13 +231,32 @@ class FAPOSettings(Settings):
     """The run is stopped when no rollout is scored and no step ends for this long."""
 
     answer: AnswerSettings = AnswerSettings()
+    overlong: OverlongSettings = OverlongSettings()
     judge: JudgeSettings = JudgeSettings()
     genrm: GenRMSettings = GenRMSettings()
     router: RouterSettings = RouterSettings()
+    memory: MemorySettings = MemorySettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def choose_penalty(cls, block: Any) -> Any:
+        penalty, rho_shift = block.get("penalty"), block.get("rho_shift")
+        if penalty is not None and rho_shift is not None:
+            raise ValueError(f"penalty is {penalty} and rho_shift is {rho_shift}; set one of them, the other to null")
+        if penalty is not None:
+            return block
+        is_number = isinstance(rho_shift, (int, float))  # the field says what is wrong with anything else
+        return {**block, "penalty": penalty_from_rho_shift(rho_shift) if is_number else 1.0}
 
     @model_validator(mode="after")
-    def check_model(self) -> FAPOSettings:
-        if not self.judge.model:
+    def check_judge(self) -> FAPOSettings:
+        if self.genrm.placement == "none":
+            if self.penalty:
+                raise ValueError(
+                    f"genrm.placement is 'none' but penalty is {self.penalty:g}: without a judge nothing is flawed; "
+                    "set penalty to 0, or name a judge"
+                )
+        elif not self.judge.model:
             raise ValueError("judge.model is not set; name a GenRM checkpoint, e.g. fapo.judge.model=/models/genrm")
         return self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +17,16 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl_fapo.errors import JudgeError, StalledError
 from verl_fapo.genrm import GenRMGroup
 from verl_fapo.managers.fapo import VALIDATION_KEY
-from verl_fapo.metrics import JudgeHealth, step_metrics
+from verl_fapo.metrics import (
+    JudgeHealth,
+    ScoredRollout,
+    by_data_source,
+    fapo_metrics,
+    fapo_validation,
+    genrm_metrics,
+    judge_quality,
+)
+from verl_fapo.neutral import leave_out
 from verl_fapo.run_folder import RunFolder
 from verl_fapo.settings import read_settings
 from verl_fapo.watchdog import Watchdog, is_dead, is_gone
@@ -32,10 +41,10 @@ class FAPOTrainer:
     """Name of the veRL trainer underneath."""
 
     def __init__(self, config: DictConfig) -> None:
-        settings = read_settings(config)
+        self.settings = settings = read_settings(config)
         self.run_folder = RunFolder(settings.run_dir)
         self.genrm = GenRMGroup(settings)
-        self.judge_health = JudgeHealth(settings.judge.max_unknown_rate)
+        self.judge_health = JudgeHealth(settings.judge.max_unknown_rate, settings.judge.above_max_unknown_rate)
         self.watchdog = Watchdog(
             self.run_folder,
             servers=lambda: [*self._rollout_server_addresses(), *self.genrm.replicas],
@@ -43,7 +52,8 @@ class FAPOTrainer:
             lost=self._lost,
             stall_seconds=settings.stall_seconds,
         )
-        self._step_extras: list[dict[str, float]] = []
+        self._step_rollouts: list[ScoredRollout] = []
+        self._trains_judge = config.reward.reward_manager.name == "fapo_genrm"
         self._training = False
         with open_dict(config):
             # veRL branches on the literal names of its own modes.
@@ -60,8 +70,10 @@ class FAPOTrainer:
             with open_dict(self.config):
                 # From here on the judge is an address, to the reward workers that the next line starts.
                 self.config.fapo.judge.model = self.genrm.model
-                self.config.fapo.genrm.placement = "external"
-                self.config.fapo.genrm.endpoints = list(self.genrm.endpoints)
+                self.config.fapo.memory.checkpoint = self.genrm.checkpoint
+                if self.genrm.endpoints:
+                    self.config.fapo.genrm.placement = "external"
+                    self.config.fapo.genrm.endpoints = list(self.genrm.endpoints)
             super()._setup()
             self.genrm.wait_until_ready()
 
@@ -99,36 +111,56 @@ class FAPOTrainer:
     def _validate(self) -> dict[str, float]:
         metrics = super()._validate()
         if not self._training:
-            self._record(self.global_steps, metrics)
+            self._record(self.run_folder.log_metrics, metrics)
         return metrics
+
+    def _val_metrics_update(
+        self, data_sources: list[str], sample_uids: list[str], infos: dict[str, list], *args: Any, **options: Any
+    ) -> dict[str, float]:
+        columns = {name: infos[name] for name in ("reward", "acc") if name in infos}  # veRL averages whatever it gets
+        metrics = super()._val_metrics_update(data_sources, sample_uids, columns, *args, **options)
+        names = [name for name in infos if name != "reward"]
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*(infos[name] for name in names), strict=True)]
+        scored = [(source, row) for source, row in zip(data_sources, rows, strict=False) if None not in row.values()]
+        summarise = judge_quality if self._trains_judge else fapo_validation
+        return metrics | by_data_source(summarise, scored)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         # Before the update: a step that a broken judge scored is not learned from.
-        extras = self._reward_extras(batch)
-        self._step_extras += extras
+        rollouts = scored_rollouts(batch)
+        self._step_rollouts += rollouts
+        if self.settings.genrm.placement != "none":
+            self._check_judge(rollouts)
+        batch = super()._compute_advantage(batch, metrics)
+        if self.settings.judge.on_unknown == "neutral" and not self._trains_judge:
+            unknown = {rollout.id for rollout in rollouts if rollout.extras["unknown"]}
+            leave_out(batch, unknown, self.config)
+        self._record(self.run_folder.log_advantages, advantages_by_id(batch))
+        return batch
+
+    def _check_judge(self, rollouts: Iterable[ScoredRollout]) -> None:
         try:
-            self.judge_health.check(extras)
+            self.judge_health.check(rollout.extras for rollout in rollouts)
         except JudgeError as exc:
             dead = "".join(f"; the GenRM replica at {server} is dead" for server in self._dead_judges())
             raise JudgeError(f"{exc}{dead}") from exc
-        return super()._compute_advantage(batch, metrics)
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, global_steps: int, epoch: int):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-        metrics.update(step_metrics(self._step_extras))
-        self._step_extras = []
-        self._record(global_steps, metrics)
+        metrics.update(self._fapo_metrics(self._step_rollouts))
+        self._step_rollouts = []
+        self._record(self.run_folder.log_metrics, metrics)
 
-    def _record(self, step: int, metrics: dict[str, float]) -> None:
+    def _fapo_metrics(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
+        if self._trains_judge:
+            return genrm_metrics(rollouts)
+        return fapo_metrics(rollouts, penalty=self.settings.penalty, on_unknown=self.settings.judge.on_unknown)
+
+    def _record(self, log: Callable[[int, dict[str, float]], None], values: dict[str, float]) -> None:
         try:
-            self.run_folder.log_metrics(step, metrics)
+            log(self.global_steps, values)
         except OSError:  # a full disk is no reason to stop training
-            logger.exception("verl_fapo could not record step %d", step)
-
-    def _reward_extras(self, batch: KVBatchMeta) -> list[dict[str, float]]:
-        keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-        return [fields["reward_extra_info"] for fields in data["extra_fields"]]
+            logger.exception("verl_fapo could not record step %d", self.global_steps)
 
     def _rollout_server_addresses(self) -> list[str]:
         return [address for manager in self._rollout_server_managers() for address in manager.server_addresses]
@@ -155,6 +187,34 @@ class FAPOTrainer:
             with contextlib.suppress(OSError):  # a full disk must not hide the cause
                 self.run_folder.fail(f"{type(exc).__name__}: {exc}")
             raise
+
+
+def scored_rollouts(batch: KVBatchMeta) -> list[ScoredRollout]:
+    """The rollouts of a batch, without veRL's padding."""
+    keys = real_keys(batch)
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields", "rm_scores"])
+    rewards = data["rm_scores"].sum(dim=1).tolist()
+    return [
+        ScoredRollout(key=key, reward=reward, extras=fields["reward_extra_info"])
+        for key, reward, fields in zip(keys, rewards, data["extra_fields"], strict=True)
+    ]
+
+
+def advantages_by_id(batch: KVBatchMeta) -> dict[str, float]:
+    """Mean advantage over the tokens of each rollout, by its id in the run folder."""
+    keys = real_keys(batch)
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["advantages", "response_mask"])
+    mask = data["response_mask"]
+    # Select, then compute: what is outside the mask may be anything.
+    return {
+        key.rpartition("_")[0]: float(row[own.bool()].mean()) if own.any() else 0.0
+        for key, row, own in zip(keys, data["advantages"].unbind(), mask.unbind(), strict=True)
+    }
+
+
+def real_keys(batch: KVBatchMeta) -> list[str]:
+    """The keys of what is no padding."""
+    return [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
 
 
 def collate_validation(collate: Callable[[list[dict]], dict[str, Any]], rows: list[dict]) -> dict[str, Any]:

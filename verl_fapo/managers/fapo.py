@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,10 @@ from verl_fapo.answers import Verification, verify
 from verl_fapo.critique import UnknownReason, Verdict
 from verl_fapo.data import problem_text
 from verl_fapo.judge import JudgeClient, Judgement
-from verl_fapo.rewards import fapo_reward
-from verl_fapo.run_folder import RolloutLog
-from verl_fapo.settings import read_settings
+from verl_fapo.memory import VerdictMemory
+from verl_fapo.rewards import fapo_reward, overlong_penalty
+from verl_fapo.run_folder import VERDICTS, RolloutLog
+from verl_fapo.settings import FAPOSettings, OverlongSettings, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Rollout:
 
     validation: bool
     solution: str
+    num_tokens: int
     ground_truth: str
     row: Mapping[str, Any]
     """The row of the data set, and what veRL added to it."""
@@ -51,8 +54,8 @@ class FAPORewardManager(RewardManagerBase):
     """Scores a rollout: +1 or -1 by its final answer, less the penalty if the judge finds right reasoning missing.
 
     Right answers go to the judge as soon as they are generated, while other rollouts are still under way; those of
-    validation only with ``fapo.judge.validation``. It never raises: veRL would drop the rollout's whole group and
-    train on the rest.
+    validation only with ``fapo.judge.validation``, and none with ``fapo.genrm.placement=none``. It never raises: veRL
+    would drop the rollout's whole group and train on the rest.
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class FAPORewardManager(RewardManagerBase):
     ) -> None:
         super().__init__(config, tokenizer, compute_score)
         self._settings = read_settings(config)
-        self._judge = JudgeClient(self._settings.judge, self._settings.genrm.endpoints[0])
+        self._judge = judge_client(self._settings)
+        self._max_response = config.data.max_response_length
         self._log = RolloutLog(Path(self._settings.run_dir))
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
@@ -74,36 +78,38 @@ class FAPORewardManager(RewardManagerBase):
         Returns:
             ``reward_score``, and ``reward_extra_info`` with the keys of :func:`extras`, all numbers, always the same.
         """
+        generated_at = time.time()
         try:
             rollout = await asyncio.to_thread(read_rollout, data[-1:][0], self.tokenizer)
-            return await self._score(rollout)
+            reward, correct, judgement = await self._score(rollout)
         except Exception:  # any row, tokenizer or disk may be broken; see the class
             logger.exception("verl_fapo could not score a rollout")
             judgement = Judgement(verdict=Verdict(reason=UnknownReason.ERROR), critique="", seconds=0.0)
-            return {"reward_score": -1.0, "reward_extra_info": extras(False, judged=True, judgement=judgement)}
+            reward, correct = -1.0, False
+        return {"reward_score": reward, "reward_extra_info": extras(correct, judgement, generated_at=generated_at)}
 
-    async def _score(self, rollout: Rollout) -> dict[str, Any]:
+    async def _score(self, rollout: Rollout) -> tuple[float, bool, Judgement | None]:
         verification = await asyncio.to_thread(
             verify, rollout.solution, rollout.ground_truth, options=self._settings.answer
         )
-        judged = verification.correct and (self._settings.judge.validation or not rollout.validation)
-        judgement = NOT_JUDGED
-        if judged:
+        judgement = None
+        if self._judge and verification.correct and (self._settings.judge.validation or not rollout.validation):
             judgement = await self._judge_rollout(rollout)
+        reward = self._reward(rollout, verification.correct, judgement)
+        try:
+            await asyncio.to_thread(self._log.write, record(rollout, verification, judgement, reward))
+        except OSError:  # a full disk is no reason for another reward
+            logger.exception("verl_fapo could not record rollout %s", rollout.id)
+        return reward, verification.correct, judgement
+
+    def _reward(self, rollout: Rollout, correct: bool, judgement: Judgement | None) -> float:
         reward = fapo_reward(
-            verification.correct,
-            judgement.verdict if judged else None,
+            correct,
+            judgement.verdict if judgement else None,
             penalty=self._settings.penalty,
             on_unknown=self._settings.judge.on_unknown,
         )
-        try:
-            await asyncio.to_thread(self._log.write, record(rollout, verification, judged, judgement, reward))
-        except OSError:  # a full disk is no reason for another reward
-            logger.exception("verl_fapo could not record rollout %s", rollout.id)
-        return {
-            "reward_score": reward,
-            "reward_extra_info": extras(verification.correct, judged=judged, judgement=judgement),
-        }
+        return reward + overlong(self._settings.overlong, rollout.num_tokens, max_response=self._max_response)
 
     async def _judge_rollout(self, rollout: Rollout) -> Judgement:
         try:
@@ -115,11 +121,31 @@ class FAPORewardManager(RewardManagerBase):
             return Judgement(verdict=Verdict(reason=UnknownReason.ERROR), critique=repr(exc), seconds=0.0)
 
 
+def judge_client(settings: FAPOSettings) -> JudgeClient | None:
+    """The judge, with its memory; None where nothing is judged."""
+    if settings.genrm.placement == "none":
+        return None
+    memory = None
+    if settings.memory.max_entries:
+        path = settings.memory.path or Path(settings.run_dir, VERDICTS)
+        memory = VerdictMemory(Path(path), max_entries=settings.memory.max_entries)
+    return JudgeClient(
+        settings.judge, settings.genrm.endpoints[0], memory=memory, checkpoint=settings.memory.checkpoint or ""
+    )
+
+
+def overlong(settings: OverlongSettings, num_tokens: int, *, max_response: int) -> float:
+    """What a response loses for its length, if ``fapo.overlong`` is on."""
+    if not settings.buffer:
+        return 0.0
+    return overlong_penalty(num_tokens, max_response=max_response, buffer=settings.buffer, factor=settings.factor)
+
+
 def read_rollout(item: Any, tokenizer: Any) -> Rollout:
     """Read one row of veRL's batch (a ``DataProtoItem``)."""
     row = item.non_tensor_batch
     response_ids = item.batch["responses"]
-    length = item.batch["attention_mask"][-response_ids.shape[-1] :].sum()
+    length = int(item.batch["attention_mask"][-response_ids.shape[-1] :].sum())
     ground_truth = row["reward_model"]["ground_truth"]
     if not isinstance(ground_truth, (str, int, float)) or ground_truth != ground_truth:
         raise TypeError(f"ground_truth is {ground_truth!r}, expected text or a number")
@@ -128,27 +154,32 @@ def read_rollout(item: Any, tokenizer: Any) -> Rollout:
         step=int(row.get("global_steps", 0)),
         validation=bool(row.get(VALIDATION_KEY, False)),
         solution=tokenizer.decode(response_ids[:length], skip_special_tokens=True),
+        num_tokens=length,
         ground_truth=str(ground_truth),
         row=row,
     )
 
 
-def extras(correct: bool, *, judged: bool, judgement: Judgement) -> dict[str, float]:
+def extras(correct: bool, judgement: Judgement | None, *, generated_at: float) -> dict[str, float | str]:
     """What goes along with the reward: the same keys and types for every rollout, as veRL needs them."""
-    kind = judgement.verdict.kind if judged else "not judged"
+    verdict, judged = (judgement or NOT_JUDGED).verdict, judgement is not None
     return {
         "acc": float(correct),
         "judged": float(judged),
-        "flawed": float(kind == "flawed"),
-        "unknown": float(kind == "unknown"),
-        "judge_seconds": judgement.seconds,
+        "flawed": float(judged and verdict.kind == "flawed"),
+        "unknown": float(judged and verdict.kind == "unknown"),
+        "reason": verdict.reason.value if verdict.reason else "",
+        "from_memory": float((judgement or NOT_JUDGED).from_memory),
+        "judge_seconds": (judgement or NOT_JUDGED).seconds,
+        "judge_tokens": float((judgement or NOT_JUDGED).tokens),
+        "generated_at": generated_at,
+        "scored_at": time.time(),
     }
 
 
-def record(
-    rollout: Rollout, verification: Verification, judged: bool, judgement: Judgement, reward: float
-) -> dict[str, Any]:
+def record(rollout: Rollout, verification: Verification, judgement: Judgement | None, reward: float) -> dict[str, Any]:
     """The rollout's line in the run folder."""
+    judged, judgement = judgement is not None, judgement or NOT_JUDGED
     verdict = judgement.verdict
     readable = judged and verdict.reason is not UnknownReason.ERROR
     return {
@@ -167,5 +198,6 @@ def record(
         "index": verdict.index if judged else None,
         "reason": verdict.reason.value if verdict.reason else None,
         "judge_seconds": round(judgement.seconds, 3),
+        "from_memory": judgement.from_memory,
         "reward": reward,
     }
