@@ -16,10 +16,10 @@ ROOMS = [
      *(f"answers.{name}" for name in (
          "__init__", "boxes", "comparison", "forms", "numbers", "reading", "spelling", "symbolic", "symbolic_worker",
          "tokens", "units", "verification"))},
-    {"judge", "run_folder", "data", "watchdog", "report", "critique_view",
+    {"judge", "memory", "run_folder", "explain", "data", "watchdog", "report", "critique_view",
      *(f"router.{name}" for name in (
          "__init__", "answer", "control", "dispatcher", "headers", "life_table", "proxy", "replica", "serve"))},
-    {"managers.fapo", "managers.__init__", "trainer", "genrm", "cpu.platform", "cpu.vllm_name", "cpu.vllm_engine",
+    {"managers.fapo", "managers.fapo_genrm", "managers.__init__", "trainer", "neutral", "genrm", "cpu.platform", "cpu.vllm_name", "cpu.vllm_engine",
      "cpu.__init__", "cpu.fork_server", "cpu.fork_client", "plugin", "recipe_group", "checks", "driver",
      *(f"doctor.{name}" for name in (
          "__init__", "examination", "part", "findings", "packages", "imports", "plugin", "machine", "cluster",

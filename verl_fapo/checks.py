@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from ray._private.utils import read_ray_address
 
@@ -22,6 +23,18 @@ from verl_fapo.settings import FAPOSettings, read_settings
 from verl_fapo.templates import BUILT_IN, read_template
 
 SUPPORTED_VERL = "0.9."
+POLICY_SIZES = {None: (None, "gpu", "cpu"), "7b": (None, "gpu"), "32b": (None, "gpu"), "tiny": (None, "gpu", "cpu")}
+RECIPES: dict[str, dict[str | None, tuple[str | None, ...]]] = {
+    "fapo": POLICY_SIZES,
+    "baseline": POLICY_SIZES,
+    "fapo_genrm": {None: (None, "gpu", "cpu"), "genrm_4b": (None, "gpu"), "tiny": (None, "gpu", "cpu")},
+}
+"""The devices of each size of each recipe; None where the command names none."""
+
+REWARD_MANAGERS = ("fapo", "fapo_genrm")
+NEUTRAL_ESTIMATORS = ("grpo", "rloo")
+"""Those whose advantages compare a rollout with others of its group, and need nothing else."""
+
 TRAINER_MODES = ("fapo_sync", "fapo_colocate_async", "fapo_separate_async")
 LEGACY_KEYS = {
     "reward_model.num_workers": "reward.num_workers",
@@ -77,6 +90,29 @@ def check_verl_version(version: str) -> None:
         raise SettingsError(f"veRL {version} is installed, expected {SUPPORTED_VERL}*; pip install 'verl>=0.9,<0.10'")
 
 
+def check_recipe(config: DictConfig) -> None:
+    """The recipe, size and device that the command names must be made for each other; another's recipe is its own."""
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    recipe, size, device = (choices.get(group) for group in ("recipe", "recipe/size", "recipe/device"))
+    if size and not recipe:
+        fitting = [f"+recipe={name}" for name, sizes in RECIPES.items() if size in sizes]
+        raise SettingsError(f"recipe/size={size} without a recipe trains without FAPO; add {_either(fitting)}")
+    sizes = RECIPES.get(recipe)
+    if sizes is None:
+        return
+    if size not in sizes:
+        raise SettingsError(f"recipe/size={size} is none of recipe={recipe}; set it to {_either(filter(None, sizes))}")
+    if device not in sizes[size]:
+        raise SettingsError(
+            f"recipe/device={device} is none of recipe/size={size}; set it to {_either(filter(None, sizes[size]))}, "
+            f"or the size to {_either(name for name, devices in sizes.items() if name and device in devices)}"
+        )
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(names)
+
+
 def check_legacy_keys(config: DictConfig) -> None:
     """Old names, which veRL's ``main_ppo`` accepts and ignores."""
     for key, value in _leaves(config, {name.partition(".")[0] for name in LEGACY_KEYS}):
@@ -96,10 +132,17 @@ def check_trainer(config: DictConfig) -> None:
 
 
 def check_reward(config: DictConfig) -> None:
-    if (name := config.reward.reward_manager.name) != "fapo" or config.reward.reward_manager.source != "register":
+    manager = config.reward.reward_manager
+    if manager.name not in REWARD_MANAGERS or manager.source != "register":
         raise SettingsError(
-            f"reward.reward_manager is {name!r} (source {config.reward.reward_manager.source!r}), expected 'fapo' "
-            "(source 'register'); remove the override"
+            f"reward.reward_manager is {manager.name!r} (source {manager.source!r}), expected "
+            f"{' or '.join(map(repr, REWARD_MANAGERS))} (source 'register'); remove the override"
+        )
+    settings = read_settings(config)
+    if manager.name == "fapo_genrm" and settings.genrm.placement != "none":
+        raise SettingsError(
+            f"fapo.genrm.placement={settings.genrm.placement!r}: who trains a judge has none; set it to none, and "
+            "fapo.penalty to 0"
         )
     if config.reward.reward_model.enable:
         raise SettingsError(
@@ -108,6 +151,16 @@ def check_reward(config: DictConfig) -> None:
     if (path := config.reward.custom_reward_function.path) is not None:
         raise SettingsError(
             f"reward.custom_reward_function.path={path!r}: FAPO verifies the boxed answer itself; remove the override"
+        )
+
+
+def check_advantages(config: DictConfig) -> None:
+    """``neutral`` takes rollouts out of their group, where an advantage is made from the group and nothing else."""
+    estimator = config.algorithm.adv_estimator
+    if read_settings(config).judge.on_unknown == "neutral" and estimator not in NEUTRAL_ESTIMATORS:
+        raise SettingsError(
+            f"fapo.judge.on_unknown='neutral' is not defined for algorithm.adv_estimator={estimator!r}, only for "
+            f"{' and '.join(NEUTRAL_ESTIMATORS)}; set fapo.judge.on_unknown to keep or penalise"
         )
 
 
@@ -130,6 +183,8 @@ def check_cluster(config: DictConfig) -> None:
         "trainer.default_local_dir": config.trainer.default_local_dir,
         "fapo.run_dir": read_settings(config).run_dir,
     }
+    if path := read_settings(config).memory.path:
+        folders["fapo.memory.path"] = path
     if (template := read_settings(config).judge.template) not in BUILT_IN:
         folders["fapo.judge.template"] = template
     for key, path in folders.items():
@@ -185,6 +240,11 @@ def check_sizes(config: DictConfig) -> None:
         raise SettingsError(
             f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} times rollout.n={rollout.n} must be divisible by "
             f"the trainer's {devices} data-parallel devices; change one of the three"
+        )
+    buffer, longest = read_settings(config).overlong.buffer, config.data.max_response_length
+    if buffer > longest:
+        raise SettingsError(
+            f"fapo.overlong.buffer={buffer} is more than data.max_response_length={longest}; lower it, or set it to 0"
         )
     model = config.actor_rollout_ref.model
     context = _read_json(Path(model.path, "config.json"), "actor_rollout_ref.model.path").get("max_position_embeddings")
@@ -344,9 +404,11 @@ def _leaves(config: Any, roots: set[str], prefix: str = "") -> Iterator[tuple[st
 CHECKS: dict[str, tuple[Callable[[DictConfig], object], ...]] = {
     "settings": (
         check_verl,
+        check_recipe,
         check_legacy_keys,
         check_trainer,
         check_reward,
+        check_advantages,
         read_settings,
         check_template,
         check_cluster,

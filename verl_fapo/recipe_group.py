@@ -1,4 +1,8 @@
-"""Hydra's config group ``recipe``: every YAML file under ``recipes/``, folders as sub-groups."""
+"""Hydra's config group ``recipe``: every YAML file under ``recipes/``, folders as sub-groups.
+
+Hydra merges them in the order of the command line; they can be given in any, because no two that go together set one
+key to different values (``tests/test_recipes.py``).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from importlib.resources.abc import Traversable
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 
 class RecipeGroup(SearchPathPlugin):
@@ -28,3 +32,11 @@ def _store(folder: Traversable, group: str) -> None:
                 # Hydra would refuse an unknown fapo.* key with advice to force it in; ours names the right one.
                 OmegaConf.set_struct(node.fapo, False)
             ConfigStore.instance().store(group=group, name=entry.name[:-5], node=node, package="_global_")
+
+
+def longest_sequences(count: int, *, _root_: DictConfig) -> int:
+    """``${fapo.sequences:COUNT}``: tokens of so many sequences of the longest prompt and response."""
+    return count * (_root_.data.max_prompt_length + _root_.data.max_response_length)
+
+
+OmegaConf.register_new_resolver("fapo.sequences", longest_sequences, replace=True)

@@ -36,7 +36,7 @@ class Profile:
 
     validation: Callable[[int], Iterable[dict[str, Any]]]
     settings: Mapping[str, object]
-    """veRL settings, before the user's."""
+    """Arguments of the command, before the user's: veRL's settings, and a size."""
 
     num_threads: int
     """Of each process; small models lose more by waiting for a second one than it does for them."""
@@ -96,21 +96,12 @@ PROFILES = {
         validation=lambda seed: problem_rows(256, split="test", seed=seed),
         num_threads=1,
         settings={
-            "data.train_batch_size": 32,
-            "actor_rollout_ref.rollout.n": 8,
-            "actor_rollout_ref.rollout.temperature": 1.0,
-            "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
-            "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+            "+recipe/size": "tiny",
+            # What such small models can do at once on a CPU, beyond what its recipe dares.
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 32,
             "actor_rollout_ref.rollout.max_num_seqs": 256,
             "actor_rollout_ref.rollout.agent.num_workers": 2,
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 32,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
-            "actor_rollout_ref.actor.optim.lr": 4e-4,
-            "data.max_prompt_length": 256,
-            "data.max_response_length": 64,
-            "fapo.judge.max_tokens": 96,
-            "fapo.judge.validation": True,
             "reward.reward_model.rollout.max_num_seqs": 256,
         },
     ),

@@ -83,7 +83,7 @@ def attempt(check: Callable[[], Any], section: str) -> Finding | None:
 def _summary(config: DictConfig) -> Iterator[Finding]:
     settings = read_settings(config)
     mode = config.trainer.v1.trainer_mode
-    yield Finding("settings", "ok", f"{mode}, penalty {settings.penalty:g}, judge {settings.judge.model}")
+    yield Finding("settings", "ok", f"{mode}, penalty {settings.penalty:g}, judge {settings.judge.model or 'none'}")
     if (name := settings.judge.template) not in BUILT_IN:
         if not re.search(r"\\(?:boxed|fbox)", read_template(name).text):
             what = f"{name} does not ask for \\boxed{{}}, without which there is no verdict"

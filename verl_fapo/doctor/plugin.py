@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from verl_fapo.checks import TRAINER_MODES
 from verl_fapo.doctor.findings import Finding, reason
@@ -62,7 +62,7 @@ def _registered() -> dict[str, bool]:
     import_module("verl.experimental.reward_loop.reward_manager")
     import_module("verl.trainer.ppo.v1")
     return {
-        "the reward manager fapo": "fapo" in REWARD_MANAGER,
+        "the reward managers fapo and fapo_genrm": {"fapo", "fapo_genrm"} <= set(REWARD_MANAGER),
         f"the trainers {', '.join(TRAINER_MODES)}": set(TRAINER_MODES) <= set(TRAINER_REGISTRY),
     }
 
@@ -74,7 +74,7 @@ def _recipe() -> Iterator[Finding]:
         with hydra.initialize_config_module("verl.trainer.config", version_base=None):
             config = hydra.compose("ppo_trainer", ["+recipe=fapo", "+recipe/device=cpu"])
         found = {
-            "+recipe=fapo": isinstance(OmegaConf.select(config, "fapo.penalty"), int | float),
+            "+recipe=fapo": isinstance(OmegaConf.select(config, "fapo.judge"), DictConfig),
             "+recipe/device=cpu": config.trainer.device == "cpu",
         }
     except Exception as exc:  # Hydra passes on what the search path plugin raises

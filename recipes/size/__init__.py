@@ -1,0 +1,1 @@
+"""Numbers of a training, one file a model."""
