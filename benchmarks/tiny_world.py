@@ -105,7 +105,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         started_at = time.monotonic()
-        policy, judge = map(Writer, tiny_models(options.cache or Path(temporary), seed=options.seed, say=print))
+        policy, judge = map(
+            Writer, tiny_models(options.cache or Path(temporary), ["policy", "judge"], seed=options.seed, say=print)
+        )
         print(f"{'warm-up seconds':40} {time.monotonic() - started_at:.1f}")
     torch.manual_seed(options.seed)
     asked = list(islice(problems("test", seed=options.seed), options.num))

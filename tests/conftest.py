@@ -6,12 +6,16 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest import mock
 
@@ -68,7 +72,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_models import save_parrot
 
     folder = tmp_path_factory.mktemp("workshop")
-    save_parrot(folder / "policy", ["It is 7.\n\n\\boxed{7}", "It is 8.\n\n\\boxed{8}"])
+    ways = ("It is", "That makes", "So we have")
+    save_parrot(folder / "policy", [f"{way} {answer}.\n\n\\boxed{{{answer}}}" for way in ways for answer in (7, 8)])
     save_parrot(folder / "judge", ["Paragraph 0 is wrong.\n\n\\boxed{0}", "All is right.\n\n\\boxed{-1}"])
     for name, split in (("train", "train"), ("validation", "test")):
         rows = (problem_row(f"What is {i} + {7 - i}?", "7", data_source="sums", split=split, index=i) for i in range(8))
@@ -94,9 +99,9 @@ def fork_server() -> Iterator[ForkServer]:
 def good(compose: Callable, workshop: Path) -> Callable:
     """Composes the workshop's config, with overrides on top."""
 
-    def good(*overrides: str):
+    def good(*overrides: str, recipe: str = "fapo"):
         return compose(
-            "+recipe=fapo",
+            f"+recipe={recipe}",
             "+recipe/device=cpu",
             f"actor_rollout_ref.model.path={workshop / 'policy'}",
             f"fapo.judge.model={workshop / 'judge'}",
@@ -194,13 +199,13 @@ class Training:
 
 @pytest.fixture
 def train(tmp_path: Path, workshop: Path, fork_server: ForkServer) -> Iterator[Callable[..., Training]]:
-    """Starts ``python -m verl.trainer.main_ppo +recipe=fapo +recipe/device=cpu`` on the workshop, with overrides.
+    """Starts ``python -m verl.trainer.main_ppo +recipe=RECIPE +recipe/device=cpu`` on the workshop, with overrides.
 
     ``warm`` is whether it finds a fork server that is ready.
     """
     started: list[Training] = []
 
-    def train(*overrides: str, warm: bool = True) -> Training:
+    def train(*overrides: str, warm: bool = True, recipe: str = "fapo") -> Training:
         settings = {
             "actor_rollout_ref.model.path": workshop / "policy",
             "fapo.judge.model": workshop / "judge",
@@ -223,7 +228,7 @@ def train(tmp_path: Path, workshop: Path, fork_server: ForkServer) -> Iterator[C
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "verl.trainer.main_ppo", "+recipe=fapo", "+recipe/device=cpu"),
+                    *(sys.executable, "-m", "verl.trainer.main_ppo", f"+recipe={recipe}", "+recipe/device=cpu"),
                     *(f"{key}={value}" for key, value in settings.items()),
                     *overrides,
                 ],
@@ -247,6 +252,80 @@ def train(tmp_path: Path, workshop: Path, fork_server: ForkServer) -> Iterator[C
         for process in training.processes():
             process.send_signal(signal.SIGKILL)
         training.process.wait()
+
+
+@dataclass
+class JudgeServer:
+    """An OpenAI-compatible server of one's own: ``reply`` says a status and a critique, or raises, for a prompt."""
+
+    reply: Callable[[str], tuple[int, str]]
+    asked: Counter[str] = field(default_factory=Counter)
+    """How often, by prompt."""
+
+    url: str = ""
+
+    def overrides(self) -> list[str]:
+        return ["fapo.genrm.placement=external", f"fapo.genrm.endpoints=[{self.url}]"]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                prompt = request["messages"][-1]["content"]
+                judge.asked[prompt] += 1
+                try:
+                    status, critique = judge.reply(prompt)
+                except ConnectionAbortedError:
+                    self.close_connection = True
+                    return
+                choice = {"message": {"content": critique}, "finish_reason": "stop"}
+                body = json.dumps({"choices": [choice], "usage": {"completion_tokens": 3}}).encode()
+                with contextlib.suppress(ConnectionError):  # the caller is gone
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            self.url = f"http://127.0.0.1:{server.server_port}"
+            yield
+            server.shutdown()
+
+
+@pytest.fixture
+def judge_server() -> Iterator[Callable[..., JudgeServer]]:
+    """Starts a server whose critiques are what a function of the prompt says."""
+    with contextlib.ExitStack() as stack:
+
+        def judge_server(reply: Callable[[str], tuple[int, str]]) -> JudgeServer:
+            judge = JudgeServer(reply)
+            stack.enter_context(judge.running())
+            return judge
+
+        yield judge_server
+
+
+def grpo(rewards: Mapping[str, float], *, left_out: Container[str] = ()) -> dict[str, float]:
+    """GRPO's advantages of rollouts by id, written plainly; those that are left out, or then alone, have 0."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for name, reward in rewards.items():
+        if name not in left_out:
+            groups[name.rpartition("_")[0]].append(reward)
+    advantages = {}
+    for name, reward in rewards.items():
+        compared = groups[name.rpartition("_")[0]]
+        if name in left_out or len(compared) < 2:
+            advantages[name] = 0.0
+        else:
+            advantages[name] = (reward - statistics.mean(compared)) / (statistics.stdev(compared) + 1e-6)
+    return advantages
 
 
 def read_lines(path: Path) -> list[dict]:

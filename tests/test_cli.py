@@ -62,7 +62,7 @@ def test_prepare_writes_what_verl_reads(tmp_path, shared_data):
     arguments = ["prepare", "gsm8k", str(shared_data / "gsm8k_test.jsonl"), str(out), "--limit", "5"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
-    assert "5 problems" in result.output
+    assert "5 rows" in result.output
     assert pyarrow.parquet.read_table(out).num_rows == 5
 
 
@@ -78,12 +78,23 @@ def test_prepare_writes_what_verl_reads(tmp_path, shared_data):
         '{"question": "?", "answer": 7}\n',
     ],
 )
-def test_prepare_refuses_another_form_and_writes_nothing(tmp_path, text):
+@pytest.mark.parametrize(("source", "name"), [("gsm8k", "GSM8K"), ("fapo_critic", "FAPO-Critic")])
+def test_prepare_refuses_another_form_and_writes_nothing(tmp_path, source, name, text):
     (tmp_path / "in.jsonl").write_text(text)
-    result = CliRunner().invoke(main, ["prepare", "gsm8k", str(tmp_path / "in.jsonl"), str(tmp_path / "out.parquet")])
+    result = CliRunner().invoke(main, ["prepare", source, str(tmp_path / "in.jsonl"), str(tmp_path / "out.parquet")])
     assert result.exit_code == 2
-    assert "is no GSM8K file" in result.output or "no rows" in result.output
+    assert f"is no {name} file" in result.output or "no rows" in result.output
+    assert len(result.output.splitlines()) == 1
     assert not (tmp_path / "out.parquet").exists()
+
+
+@pytest.mark.parametrize("label", ["7", "-2", "true", '"0"', "0.0", "null"])
+def test_label_that_is_no_paragraph_is_refused_with_its_row(tmp_path, label):
+    row = '{"prompt": [{"content": "?"}], "reward_model": {"ground_truth": %s}, "extra_info": {"total_steps": 7}}\n'
+    (tmp_path / "in.jsonl").write_text(row % "6" + row % label)
+    result = CliRunner().invoke(main, ["prepare", "fapo_critic", str(tmp_path / "in.jsonl"), str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "row 2: ground_truth" in result.output
 
 
 def test_demo_with_a_missing_file_is_one_line_and_code_2(tmp_path):

@@ -166,7 +166,7 @@ def test_vllm_calls_general_plugins_in_every_process_and_knows_its_cpu_build_by_
 def test_trainer_marks_the_rows_of_validation_and_leaves_the_others():
     from verl.utils.dataset.rl_dataset import collate_fn
 
-    from verl_fapo.managers.fapo import VALIDATION_KEY
+    from verl_fapo.rollout import VALIDATION_KEY
     from verl_fapo.trainer import collate_validation
 
     rows = [{"raw_prompt": "a", "index": 0}, {"raw_prompt": "b", "index": 1}]

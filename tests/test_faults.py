@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import signal
 import socket
 import subprocess
-import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import read_lines
+from tests.conftest import grpo, read_lines
+from verl_fapo.critique import split_paragraphs
+from verl_fapo.templates import judge_prompt
 
 LONG = ["trainer.total_training_steps=200", "trainer.test_freq=-1", "trainer.val_before_train=false"]
 
@@ -30,35 +30,10 @@ def silent_judge() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.fixture
-def clean_judge() -> Iterator[str]:
-    """A server that finds every solution clean."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            body = json.dumps({"choices": [{"message": {"content": "\\boxed{-1}"}, "finish_reason": "stop"}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def external(url: str) -> list[str]:
-    return ["fapo.genrm.placement=external", f"fapo.genrm.endpoints=[{url}]"]
-
-
 def test_judge_that_never_answers_stops_the_run_before_it_learns_from_it(train, silent_judge):
     training = train(
-        *external(silent_judge),
+        "fapo.genrm.placement=external",
+        f"fapo.genrm.endpoints=[{silent_judge}]",
         "fapo.judge.timeout_seconds=3",
         "actor_rollout_ref.rollout.n=16",
         "trainer.val_before_train=false",
@@ -74,8 +49,8 @@ def test_judge_that_never_answers_stops_the_run_before_it_learns_from_it(train, 
     assert training.leftovers() == []
 
 
-def test_dead_rollout_engine_ends_the_run(train, clean_judge):
-    training = train(*LONG, *external(clean_judge))
+def test_dead_rollout_engine_ends_the_run(train, judge_server):
+    training = train(*LONG, *judge_server(lambda prompt: (200, "\\boxed{-1}")).overrides())
     training.wait_for(lambda: any(True for _ in training.run.scored()))
     engines = [process for process in training.processes() if "EngineCore" in " ".join(process.cmdline())]
     assert len(engines) == 1
@@ -86,6 +61,51 @@ def test_dead_rollout_engine_ends_the_run(train, clean_judge):
     assert summary["failure"]
     assert summary["failure"] in training.log
     assert summary["steps"] < 200
+    assert training.leftovers() == []
+
+
+def test_judge_that_fails_now_and_then_loses_and_doubles_no_reward(train, judge_server):
+    rng = random.Random(1)
+
+    def verdict(prompt: str) -> str:
+        return "flawed" if zlib.crc32(prompt.encode()) % 2 else "clean"
+
+    def reply(prompt: str) -> tuple[int, str]:
+        fault = rng.choice(["", "", "", "500", "closed", "late", "empty"])
+        if fault == "closed":
+            raise ConnectionAbortedError
+        if fault == "late":
+            time.sleep(2)
+        if fault == "empty":
+            return 200, ""
+        return 500 if fault else 200, "\\boxed{0}" if verdict(prompt) == "flawed" else "\\boxed{-1}"
+
+    judges = [judge_server(reply), judge_server(reply)]
+    training = train(
+        "fapo.genrm.placement=external",
+        f"fapo.genrm.endpoints=[{judges[0].url},{judges[1].url}]",
+        "fapo.judge.timeout_seconds=10",
+        "fapo.judge.max_unknown_rate=1",
+        "fapo.memory.max_entries=0",
+        "trainer.total_training_steps=4",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+    )
+    assert training.wait() == 0, training.log[-3000:]
+    rollouts = read_lines(training.run.root / "rollouts.jsonl")
+    critiques = read_lines(training.run.root / "critiques.jsonl")
+    rewards = {rollout["id"]: rollout["reward"] for rollout in rollouts}
+    assert len(rewards) == len(rollouts) == 4 * 16
+    assert len(critiques) == sum(rollout["correct"] for rollout in rollouts)
+    for critique in critiques:
+        prompt = judge_prompt(critique["problem"], "7", split_paragraphs(critique["solution"]))
+        assert critique["verdict"] in (verdict(prompt), "unknown")
+        assert critique["reward"] == (0.0 if critique["verdict"] == "flawed" else 1.0)
+    assert {critique["verdict"] for critique in critiques} == {"flawed", "clean", "unknown"}
+    assert training.run.advantages() == pytest.approx(grpo(rewards), abs=1e-4), "what was scored is what is learned"
+    steps = training.run.metrics()
+    assert sum(step["fapo/judged"] for step in steps) == len(critiques)
+    assert sum(step["fapo/unknown"] for step in steps) == sum(c["verdict"] == "unknown" for c in critiques)
     assert training.leftovers() == []
 
 

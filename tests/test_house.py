@@ -12,14 +12,15 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "verl_fapo"
 
 ROOMS = [
-    {"__init__", "errors", "settings", "critique", "imitation", "templates", "rewards", "theory", "metrics",
+    {"__init__", "errors", "settings", "critique", "imitation", "templates", "rewards", "theory", "metrics", "rollout",
      *(f"answers.{name}" for name in (
          "__init__", "boxes", "comparison", "forms", "numbers", "reading", "spelling", "symbolic", "symbolic_worker",
          "tokens", "units", "verification"))},
     {"judge", "memory", "run_folder", "explain", "data", "watchdog", "report", "critique_view",
      *(f"router.{name}" for name in (
          "__init__", "answer", "control", "dispatcher", "headers", "life_table", "proxy", "replica", "serve"))},
-    {"managers.fapo", "managers.fapo_genrm", "managers.__init__", "trainer", "neutral", "genrm", "cpu.platform", "cpu.vllm_name", "cpu.vllm_engine",
+    {"managers.fapo", "managers.fapo_genrm", "managers.__init__", "trainer", "neutral",
+     "genrm", "cpu.platform", "cpu.vllm_name", "cpu.vllm_engine",
      "cpu.__init__", "cpu.fork_server", "cpu.fork_client", "plugin", "recipe_group", "checks", "driver",
      *(f"doctor.{name}" for name in (
          "__init__", "examination", "part", "findings", "packages", "imports", "plugin", "machine", "cluster",

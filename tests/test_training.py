@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import random
+import time
+import zlib
+
 import pytest
 
-from tests.conftest import Training, read_lines
+from tests.conftest import Training, grpo, read_lines
+from verl_fapo.critique import split_paragraphs
 from verl_fapo.data import gsm8k_rows, write_parquet
+from verl_fapo.templates import judge_prompt
+
+METRICS = {
+    f"fapo/{name}"
+    for name in (
+        "alpha", "beta", "gamma", "rho", "phase", "accuracy", "flawed_rate", "groups_without_variance", "judged",
+        "flawed", "unknown", "unknown_rate", "from_memory", "judge_tokens", "wait_seconds", "judge_seconds/p50",
+        "judge_seconds/p99", "reward_mean", "reward_std", "reward_mean_predicted", "reward_std_predicted",
+    )
+}  # fmt: skip
 
 VARIANTS = [
     pytest.param([], False, id="sync, with a fork server of its own"),
@@ -56,9 +71,71 @@ def check_run_folder(training: Training, *, penalty: float) -> None:
     wrong = [rollout for rollout in rollouts if not rollout["correct"]]
     assert wrong and all(rollout["reward"] == -1.0 and rollout["verdict"] is None for rollout in wrong)
     assert len({rollout["id"] for rollout in rollouts}) == len(rollouts)
+    rewards = {rollout["id"]: rollout["reward"] for rollout in rollouts if not rollout["validation"]}
+    advantages = training.run.advantages()
+    trained = {name: rewards[name] for name in advantages}
+    assert advantages == pytest.approx(grpo(trained), abs=1e-4), "with all verdicts known it is veRL's GRPO"
     for step in steps:
         assert step["actor/grad_norm"] > 0, "the policy learns"
         assert step["fapo/judged"] == step["fapo/accuracy"] * 16
+        assert step.keys() >= METRICS
+        assert step["fapo/reward_mean"] == pytest.approx(step["fapo/reward_mean_predicted"])
+        assert step["fapo/reward_std"] == pytest.approx(step["fapo/reward_std_predicted"])
+        assert step["fapo/alpha"] + step["fapo/beta"] + step["fapo/gamma"] == pytest.approx(1)
+    before = steps[-1] | training.run.metrics()[0]
+    assert before["fapo_validation/sums/accuracy"] == summary["accuracy_before"]
+
+
+def test_baseline_needs_no_judge_and_is_verls_grpo_on_outcomes(train):
+    training = train("ray_kwargs.ray_init.num_gpus=1", "fapo.judge.model=null", recipe="baseline")
+    assert training.wait() == 0, training.log[-3000:]
+    rollouts = [line for line in read_lines(training.run.root / "rollouts.jsonl") if not line["validation"]]
+    assert {(line["correct"], line["reward"]) for line in rollouts} == {(True, 1.0), (False, -1.0)}
+    assert training.run.advantages() == pytest.approx(grpo({line["id"]: line["reward"] for line in rollouts}), abs=1e-4)
+    assert training.run.summary["judged"] == 0
+    assert not any("fapo/flawed_rate" in step for step in training.run.metrics())
+    assert training.leftovers() == []
+
+
+def test_neutral_leaves_rollouts_without_verdict_out_of_their_groups(train, judge_server):
+    def reply(prompt: str) -> tuple[int, str]:
+        return 200, ("I can not say.", "\\boxed{0}", "\\boxed{-1}")[zlib.crc32(prompt.encode()) % 3]
+
+    training = train(*judge_server(reply).overrides(), "fapo.judge.on_unknown=neutral", "fapo.judge.max_unknown_rate=1")
+    assert training.wait() == 0, training.log[-3000:]
+    rollouts = [line for line in read_lines(training.run.root / "rollouts.jsonl") if not line["validation"]]
+    unknown = {line["id"] for line in rollouts if line["verdict"] == "unknown"}
+    assert 0 < len(unknown) < sum(line["judged"] for line in rollouts)
+    twin = grpo({line["id"]: line["reward"] for line in rollouts}, left_out=unknown)
+    assert training.run.advantages() == pytest.approx(twin, abs=1e-4)
+
+
+def test_resumed_run_asks_nothing_that_was_answered(train, judge_server):
+    def reply(prompt: str) -> tuple[int, str]:
+        time.sleep(0.3)
+        return 200, "\\boxed{-1}"
+
+    judge = judge_server(reply)
+    every_step = ["trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+    training = train(*judge.overrides(), *every_step, "trainer.total_training_steps=50")
+    training.wait_for(lambda: len(training.run.metrics()) >= 2)
+    time.sleep(random.uniform(0, 2))
+    for process in training.processes():
+        process.kill()
+    training.process.wait()
+    before = list(training.run.judged())
+    steps = len(training.run.metrics())
+    training = train(*judge.overrides(), *every_step, f"trainer.total_training_steps={steps + 2}")
+    assert training.wait() == 0, training.log[-3000:]
+    assert training.run.summary["status"] == "completed"
+    after = list(training.run.judged())
+    prompts = {judge_prompt(line["problem"], "7", split_paragraphs(line["solution"])) for line in [*before, *after]}
+    asked_again = {prompt for prompt in prompts if judge.asked[prompt] > 1}
+    answered = {judge_prompt(line["problem"], "7", split_paragraphs(line["solution"])) for line in before}
+    assert not asked_again & answered
+    assert {line["id"] for line in before} <= {line["id"] for line in after}, "nothing is lost"
+    assert len({line["id"] for line in after}) == len(after), "nothing is doubled"
+    assert any(line["from_memory"] for line in after if line["id"] not in {line["id"] for line in before})
 
 
 def test_training_on_gsm8k(train, tmp_path, shared_data):

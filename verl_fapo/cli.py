@@ -41,9 +41,9 @@ def main() -> None:
 @main.command()
 @click.option(
     "--profile",
-    type=click.Choice(["tiny", "smollm2"]),
-    help="tiny: a small world, whose models learn and judge. smollm2: SmolLM2-135M.  [default: tiny; smollm2 with "
-    "--model, --judge or --data]",
+    type=click.Choice(["tiny", "judge", "smollm2"]),
+    help="tiny: a small world, whose policy learns. judge: the same world, whose judge learns. smollm2: SmolLM2-135M.  "
+    "[default: tiny; smollm2 with --model or --data]",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Of models and problems.")
 @click.option("--model", type=click.Path(path_type=Path), help="Model folder of the policy.  [default: the profile's]")
@@ -74,12 +74,12 @@ def demo(profile: str | None, **options: object) -> None:
     """
     from verl_fapo.demo.run import DemoOptions, run_demo
 
-    own = any(options[name] for name in ("model", "judge", "data"))
+    own = options["model"] or options["data"]
     sys.exit(run_demo(DemoOptions(profile=profile or ("smollm2" if own else "tiny"), **options)))
 
 
 @main.command()
-@click.argument("source", type=click.Choice(["gsm8k"]))
+@click.argument("source", type=click.Choice(["gsm8k", "fapo_critic"]))
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--split", default="train", show_default=True, help="Name of the split, kept in extra_info.split.")
@@ -89,7 +89,7 @@ def prepare(source: str, file: Path, out: Path, split: str, limit: int | None) -
     from verl_fapo.data import SOURCES, write_parquet
 
     num = write_parquet(SOURCES[source](file, split=split, limit=limit), out)
-    click.echo(f"{out}: {num} problems")
+    click.echo(f"{out}: {num} rows")
 
 
 @main.command()

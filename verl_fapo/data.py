@@ -69,6 +69,55 @@ def _gsm8k_row(line: str, *, split: str, index: int) -> dict[str, Any]:
     return problem_row(question, answer, data_source="gsm8k", split=split, index=index)
 
 
+def critic_row(
+    prompt: str, true_index: int, *, num_paragraphs: int, data_source: str, split: str, index: int
+) -> dict[str, Any]:
+    """One row for the manager ``fapo_genrm``: what a judge is asked, and the first wrong paragraph, -1 for none."""
+    return {
+        "data_source": data_source,
+        "prompt": [_message("user", prompt)],
+        "ability": "math_critic",
+        "reward_model": {"style": "rule", "ground_truth": true_index},
+        "extra_info": {"split": split, "index": index, "total_steps": num_paragraphs},
+    }
+
+
+def fapo_critic_rows(path: Path, *, split: str, limit: int | None = None) -> Iterator[dict[str, Any]]:
+    """Rows of FAPO-Critic (arXiv:2510.22543), JSON lines or parquet, for the manager ``fapo_genrm``.
+
+    Each is made anew: only what is known of it is kept, and its label must be an index of its paragraphs, or -1.
+    """
+    try:
+        for index, row in enumerate(islice(_rows(path), limit)):
+            yield _fapo_critic_row(row, split=split, index=index)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, pyarrow.ArrowException) as exc:
+        raise DataError(
+            f"{path} is no FAPO-Critic file: rows with 'prompt', 'reward_model' and 'extra_info' expected ({exc!r})"
+        ) from exc
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
+            yield from batch.to_pylist()
+        return
+    with path.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def _fapo_critic_row(row: Mapping[str, Any], *, split: str, index: int) -> dict[str, Any]:
+    prompt, label, total = (
+        row["prompt"][-1]["content"],
+        row["reward_model"]["ground_truth"],
+        row["extra_info"]["total_steps"],
+    )
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f"row {index + 1} has no prompt")
+    if type(label) is not int or type(total) is not int or not -1 <= label < total:
+        raise ValueError(f"row {index + 1}: ground_truth {label!r} is no index of its {total!r} paragraphs")
+    return critic_row(prompt, label, num_paragraphs=total, data_source="fapo_critic", split=split, index=index)
+
+
 def word_problem_rows(num: int, *, seed: int, split: str, num_examples: int = 2) -> Iterator[dict[str, Any]]:
     """Rows of short word problems from reasoning-gym's ``aiw`` ("Alice has 3 brothers and she also has 2 sisters. How
     many sisters does Alice's brother have?"), whose small answers are often right for wrong reasons.
@@ -89,7 +138,7 @@ def _counted(answer: str) -> str:
     return f"I count everybody that is asked for once.\n\nThat makes {answer}.\n\n\\boxed{{{answer}}}"
 
 
-SOURCES = {"gsm8k": gsm8k_rows}
+SOURCES = {"gsm8k": gsm8k_rows, "fapo_critic": fapo_critic_rows}
 
 
 def write_parquet(rows: Iterable[dict[str, Any]], path: Path) -> int:

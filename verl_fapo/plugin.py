@@ -16,7 +16,10 @@ from verl_fapo.recipe_group import RecipeGroup
 Plugins.instance().register(RecipeGroup)
 
 # reward.reward_manager.name=fapo, fapo_genrm
-when_imported("verl.experimental.reward_loop.reward_manager")(lambda _: import_module("verl_fapo.managers.fapo_genrm"))
+for manager in ("fapo", "fapo_genrm"):
+    when_imported("verl.experimental.reward_loop.reward_manager")(
+        lambda _, manager=manager: import_module(f"verl_fapo.managers.{manager}")
+    )
 
 # trainer.v1.trainer_mode=fapo_sync, fapo_colocate_async, fapo_separate_async
 when_imported("verl.trainer.ppo.v1")(lambda _: import_module("verl_fapo.trainer"))

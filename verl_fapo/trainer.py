@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import transfer_queue as tq
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 
 from verl_fapo.errors import JudgeError, StalledError
 from verl_fapo.genrm import GenRMGroup
-from verl_fapo.managers.fapo import VALIDATION_KEY
 from verl_fapo.metrics import (
     JudgeHealth,
     ScoredRollout,
@@ -27,6 +26,7 @@ from verl_fapo.metrics import (
     judge_quality,
 )
 from verl_fapo.neutral import leave_out
+from verl_fapo.rollout import VALIDATION_KEY
 from verl_fapo.run_folder import RunFolder
 from verl_fapo.settings import read_settings
 from verl_fapo.watchdog import Watchdog, is_dead, is_gone
@@ -67,15 +67,17 @@ class FAPOTrainer:
         self.watchdog.start()
         with self._failure_noted():
             self.genrm.start_router(self.config.reward.reward_model.rollout)
-            with open_dict(self.config):
-                # From here on the judge is an address, to the reward workers that the next line starts.
-                self.config.fapo.judge.model = self.genrm.model
-                self.config.fapo.memory.checkpoint = self.genrm.checkpoint
-                if self.genrm.endpoints:
-                    self.config.fapo.genrm.placement = "external"
-                    self.config.fapo.genrm.endpoints = list(self.genrm.endpoints)
+            # From here on the judge is an address, to the reward workers that the next lines start.
+            self._set("judge.model", self.genrm.model)
+            self._set("memory.checkpoint", self.genrm.checkpoint)
+            if self.genrm.endpoints:
+                self._set("genrm.placement", "external")
+                self._set("genrm.endpoints", list(self.genrm.endpoints))
             super()._setup()
             self.genrm.wait_until_ready()
+
+    def _set(self, name: str, value: Any) -> None:
+        OmegaConf.update(self.config, f"fapo.{name}", value, force_add=True)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()

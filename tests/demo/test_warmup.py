@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -13,13 +14,14 @@ import pytest
 
 from benchmarks.tiny_world import Writer, measure_judge, measure_policy
 from verl_fapo.demo import warmup
-from verl_fapo.demo.lessons import NUM_INVENTED, NUM_SOLUTIONS, judge_lessons, policy_lessons
+from verl_fapo.demo.lessons import NUM_INVENTED, NUM_SOLUTIONS, apprentice_lessons, judge_lessons, policy_lessons
 from verl_fapo.demo.tokenizer import make_tokenizer
 from verl_fapo.demo.warmup import tiny_models
 from verl_fapo.demo.world import problems, solution
 from verl_fapo.errors import WarmUpError
 
 QUIET = {"say": lambda text: None}
+BOTH = ("policy", "judge")
 NUM_PROBLEMS = 400
 
 
@@ -29,8 +31,8 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def models(cache: Path) -> tuple[Path, Path]:
-    return tiny_models(cache, seed=1, **QUIET)
+def models(cache: Path) -> list[Path]:
+    return tiny_models(cache, ["policy", "judge"], seed=1, **QUIET)
 
 
 @pytest.fixture
@@ -38,16 +40,16 @@ def made_at_once(monkeypatch) -> list[int]:
     """No training; the list has the seed of every warm-up."""
     seeds = []
 
-    def warm_up(folder: Path, *, seed: int, say: object) -> None:
+    def warm_up(folder: Path, names: Sequence[str], *, seed: int, say: object) -> None:
         seeds.append(seed)
-        for name in warmup.NAMES:
+        for name in names:
             (folder / name).mkdir(parents=True)
 
     monkeypatch.setattr(warmup, "_warm_up", warm_up)
     return seeds
 
 
-@pytest.mark.parametrize("lessons", [policy_lessons, judge_lessons])
+@pytest.mark.parametrize("lessons", [policy_lessons, judge_lessons, apprentice_lessons])
 def test_every_lesson_is_known_short_and_decoded_to_the_letter(lessons, tokenizer):
     # Some of each kind: the kinds come one after the other.
     for lesson in islice(lessons(7), 0, NUM_SOLUTIONS + NUM_INVENTED + 5000, 50):
@@ -76,49 +78,49 @@ def test_unknown_characters_become_one_token(tokenizer):
 
 
 def test_models_are_made_once_for_every_seed(made_at_once, tmp_path):
-    first = tiny_models(tmp_path, seed=1, **QUIET)
-    assert tiny_models(tmp_path, seed=1, **QUIET) == first
-    assert tiny_models(tmp_path, seed=2, **QUIET) != first
+    first = tiny_models(tmp_path, BOTH, seed=1, **QUIET)
+    assert tiny_models(tmp_path, BOTH, seed=1, **QUIET) == first
+    assert tiny_models(tmp_path, BOTH, seed=2, **QUIET) != first
     assert made_at_once == [1, 2]
+    assert tiny_models(tmp_path, ["judge"], seed=1, **QUIET)[0].is_dir()
     assert all(folder.is_dir() for folder in first)
 
 
 def test_half_made_models_are_not_taken(monkeypatch, tmp_path):
-    def fail(folder: Path, **_: object) -> None:
+    def fail(folder: Path, names: Sequence[str], **_: object) -> None:
         (folder / "policy").mkdir(parents=True)
         raise WarmUpError("killed")
 
     monkeypatch.setattr(warmup, "_warm_up", fail)
     with pytest.raises(WarmUpError):
-        tiny_models(tmp_path, seed=1, **QUIET)
+        tiny_models(tmp_path, BOTH, seed=1, **QUIET)
     assert not list(tmp_path.iterdir())
 
 
 def test_slower_of_two_takes_what_the_faster_made(monkeypatch, made_at_once, tmp_path):
     slow = warmup._warm_up
 
-    def overtaken(folder: Path, **options: object) -> None:
+    def overtaken(folder: Path, names: Sequence[str], **options: object) -> None:
         monkeypatch.setattr(warmup, "_warm_up", slow)
-        tiny_models(tmp_path, **options)
-        slow(folder, **options)
+        tiny_models(tmp_path, names, **options)
+        slow(folder, names, **options)
 
     monkeypatch.setattr(warmup, "_warm_up", overtaken)
-    policy, judge = tiny_models(tmp_path, seed=1, **QUIET)
+    policy, judge = tiny_models(tmp_path, BOTH, seed=1, **QUIET)
     assert policy.is_dir() and judge.is_dir()
     assert list(tmp_path.iterdir()) == [policy.parent]
 
 
-def test_failing_training_says_why(monkeypatch, tmp_path):
-    monkeypatch.setattr(warmup, "NAMES", ("policy", "nobody"))
+def test_failing_training_says_why(tmp_path):
     with pytest.raises(WarmUpError, match="nobody"):
-        tiny_models(tmp_path, seed=1, **QUIET)
+        tiny_models(tmp_path, ("policy", "nobody"), seed=1, **QUIET)
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda end: end.name)
 def test_trainings_end_with_the_process_that_started_them(end, tmp_path):
     code = (
         "from pathlib import Path; from verl_fapo.demo.warmup import tiny_models;"
-        f"tiny_models(Path({str(tmp_path)!r}), seed=1, say=lambda text: None)"
+        f"tiny_models(Path({str(tmp_path)!r}), {BOTH!r}, seed=1, say=lambda text: None)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     children = wait_for_children(process.pid)

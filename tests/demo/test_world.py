@@ -14,6 +14,7 @@ from verl_fapo.demo.world import (
     MAX_VALUE,
     Problem,
     Step,
+    careless_critique,
     first_flaw,
     imperfect_solution,
     perfect_critique,
@@ -230,3 +231,14 @@ def test_critique_by_hand():
 def test_critique_is_read_as_the_verdict(text, index):
     verdict = parse_verdict(perfect_critique(MIA, text), num_paragraphs=len(split_paragraphs(text)))
     assert verdict.index == index
+
+
+@pytest.mark.parametrize("text", [*(case.values[0] for case in WRONG[2:]), RIGHT])
+def test_careless_judge_that_makes_no_mistake_is_the_perfect_one(text):
+    assert careless_critique(MIA, text, random.Random(1), error_rate=0.0) == perfect_critique(MIA, text)
+
+
+@pytest.mark.parametrize(("text", "index"), [(RIGHT, 0), (changed(0, "7 + 5 = 13."), 1)])
+def test_careless_judge_says_the_opposite(text, index):
+    critique = careless_critique(MIA, text, random.Random(1), error_rate=1.0)
+    assert parse_verdict(critique, num_paragraphs=5).index == index

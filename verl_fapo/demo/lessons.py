@@ -1,15 +1,22 @@
-"""What the two models of the demo are taught: imperfect solutions, and perfect critiques of flawed ones."""
+"""What the models of the demo are taught: imperfect solutions, and critiques of flawed ones."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
 
 from verl_fapo.critique import split_paragraphs
+from verl_fapo.data import critic_row
 from verl_fapo.demo.world import (
     MAX_VALUE,
     Problem,
+    Split,
+    careless_critique,
+    first_flaw,
     imperfect_solution,
     perfect_critique,
     problems,
@@ -37,6 +44,9 @@ TRUE_SHARE = 0.5
 SLIP_SHARE = 0.5
 """Of its last lessons, in solutions with a mistake of another kind than the policy was taught."""
 
+CARELESS_RATE = 0.2
+"""Of the apprentice's remarks: it is right about half of the solutions then, and can learn to be of all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
@@ -54,10 +64,20 @@ def policy_lessons(seed: int) -> Iterator[Lesson]:
 
 
 def judge_lessons(seed: int) -> Iterator[Lesson]:
+    """Those of the judge that the demo's policy has."""
+    return _judge_lessons(random.Random(f"judge {seed}"), perfect_critique, seed=seed)
+
+
+def apprentice_lessons(seed: int) -> Iterator[Lesson]:
+    """Those of a judge that is careless, for RL to make a better one of."""
+    rng = random.Random(f"apprentice {seed}")
+    return _judge_lessons(rng, partial(careless_critique, rng=rng, error_rate=CARELESS_RATE), seed=seed)
+
+
+def _judge_lessons(rng: random.Random, critique: Callable[[Problem, str], str], *, seed: int) -> Iterator[Lesson]:
     """First right solutions; then critiques all through solutions whose results are mostly invented, so that the judge
     learns to work by itself and not to believe; then as a judge meets them.
     """
-    rng = random.Random(f"judge {seed}")
     for num, problem in enumerate(problems("train", seed=seed)):
         if num < NUM_SOLUTIONS:
             yield Lesson(problem.prompt, solution(problem))
@@ -65,9 +85,29 @@ def judge_lessons(seed: int) -> Iterator[Lesson]:
             text = invented(problem, rng)
             yield Lesson(judge_question(problem, text), "\n".join(remarks(problem, text)))
         else:
-            text, _ = imperfect_solution(problem, rng, error_rate=rng.choice(JUDGED_ERROR_RATES))
-            text = slip(text, rng) if rng.random() < SLIP_SHARE else text
-            yield Lesson(judge_question(problem, text), perfect_critique(problem, text))
+            text = judged_solution(problem, rng)
+            yield Lesson(judge_question(problem, text), critique(problem, text))
+
+
+def critic_rows(num: int, *, split: Split, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows for the manager ``fapo_genrm``, a solution of each of ``num`` problems; in the form of FAPO-Critic."""
+    rng = random.Random(f"critic {split} {seed}")
+    for index, problem in enumerate(islice(problems(split, seed=seed), num)):
+        text = judged_solution(problem, rng)
+        yield critic_row(
+            judge_question(problem, text),
+            first_flaw(problem, text),
+            num_paragraphs=len(split_paragraphs(text)),
+            data_source="steps_critic",
+            split=split,
+            index=index,
+        )
+
+
+def judged_solution(problem: Problem, rng: random.Random) -> str:
+    """A solution as a judge meets them."""
+    text, _ = imperfect_solution(problem, rng, error_rate=rng.choice(JUDGED_ERROR_RATES))
+    return slip(text, rng) if rng.random() < SLIP_SHARE else text
 
 
 def invented(problem: Problem, rng: random.Random) -> str:

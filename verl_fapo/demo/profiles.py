@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_fapo.data import word_problem_rows
+from verl_fapo.demo.lessons import critic_rows
 from verl_fapo.demo.warmup import tiny_models
 from verl_fapo.demo.world import problem_rows
 from verl_fapo.errors import ModelError
@@ -28,8 +29,8 @@ class Profile:
     steps: int
     """Training steps, if the user names none."""
 
-    models: Callable[[int, Say], tuple[Path, Path]]
-    """Folders of policy and judge for a seed; makes them at first use."""
+    models: Callable[[int, Say], tuple[Path, Path | None]]
+    """Folders of policy and judge for a seed; makes them at first use. None where there is no judge."""
 
     train: Callable[[int], Iterable[dict[str, Any]]]
     """Rows for a seed."""
@@ -41,10 +42,20 @@ class Profile:
     num_threads: int
     """Of each process; small models lose more by waiting for a second one than it does for them."""
 
+    recipe: str = "fapo"
+    """Of the command, on a CPU."""
+
 
 def tiny(seed: int, say: Say) -> tuple[Path, Path]:
-    """The two models of the small world, warmed up at first use."""
-    return tiny_models(cache_folder(), seed=seed, say=say)
+    """Policy and judge of the small world, warmed up at first use."""
+    policy, judge = tiny_models(cache_folder(), ["policy", "judge"], seed=seed, say=say)
+    return policy, judge
+
+
+def apprentice(seed: int, say: Say) -> tuple[Path, None]:
+    """A careless judge of the small world, as the policy, warmed up at first use."""
+    (judge,) = tiny_models(cache_folder(), ["apprentice"], seed=seed, say=say)
+    return judge, None
 
 
 def smollm2(seed: int, say: Say) -> tuple[Path, Path]:
@@ -87,6 +98,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl-fapo"
 
 
+# What such small models can do at once on a CPU, beyond what its recipe dares.
+TINY_ON_CPU = {
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 32,
+    "actor_rollout_ref.rollout.max_num_seqs": 256,
+    "actor_rollout_ref.rollout.agent.num_workers": 2,
+}
+
 PROFILES = {
     "tiny": Profile(
         about="models of a small world, that learn and judge",
@@ -95,15 +114,17 @@ PROFILES = {
         train=lambda seed: problem_rows(1024, split="train", seed=seed),
         validation=lambda seed: problem_rows(256, split="test", seed=seed),
         num_threads=1,
-        settings={
-            "+recipe/size": "tiny",
-            # What such small models can do at once on a CPU, beyond what its recipe dares.
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 32,
-            "actor_rollout_ref.rollout.max_num_seqs": 256,
-            "actor_rollout_ref.rollout.agent.num_workers": 2,
-            "reward.reward_model.rollout.max_num_seqs": 256,
-        },
+        settings={"+recipe/size": "tiny", **TINY_ON_CPU, "reward.reward_model.rollout.max_num_seqs": 256},
+    ),
+    "judge": Profile(
+        about="a careless judge of the small world, that learns to judge",
+        steps=15,
+        models=apprentice,
+        train=lambda seed: critic_rows(1024, split="train", seed=seed),
+        validation=lambda seed: critic_rows(256, split="test", seed=seed),
+        num_threads=1,
+        recipe="fapo_genrm",
+        settings={"+recipe/size": "tiny", **TINY_ON_CPU, "data.max_response_length": 96},
     ),
     "smollm2": Profile(
         about=f"{SMOLLM2} on word problems; it is too small to judge",

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from verl_fapo.cpu.fork_server import ADDRESS_VARIABLE, ForkServer, recipe_environment
 from verl_fapo.data import write_parquet
-from verl_fapo.demo.outcome import gain, outcome_table, validations
+from verl_fapo.demo.outcome import gain, outcome_table, quality_table, validations
 from verl_fapo.demo.profiles import PROFILES, Say
 from verl_fapo.errors import DataError
 from verl_fapo.report import print_report
@@ -42,7 +42,7 @@ class DemoOptions:
     """Model folder of the policy; None for the profile's."""
 
     judge: Path | None
-    """Model folder of the judge; None for the profile's, or for ``model``."""
+    """Model folder of the judge; None for the profile's, or for ``model``, or where there is none."""
 
     data: Path | None
     """Parquet file of problems; None for the profile's."""
@@ -69,10 +69,11 @@ def run_demo(options: DemoOptions) -> int:
     with contextlib.closing(ForkServer(environment)) as server:  # it imports while the models are made
         try:
             settings = {**prepare(options, console), **places(out, run)}
+            recipe = PROFILES[options.profile].recipe
         except KeyboardInterrupt:
             return 130
         console.print(f"log: {log}", highlight=False, markup=False)
-        command = training_command(settings, options.overrides)
+        command = training_command(recipe, settings, options.overrides)
         try:
             with log.open("wb") as stream, training(command, stream, fork_server=server.address) as process:
                 show_progress(console, process, run, settings["trainer.total_training_steps"])
@@ -88,7 +89,7 @@ def prepare(options: DemoOptions, console: Console) -> dict[str, object]:
         policy, judge = models(options, lambda said: status.update(escape(said)))
     train, validation = problem_files(options)
     for name, path in {"policy": policy, "judge": judge, "problems": train}.items():
-        console.print(f"{name}: {path}", highlight=False, markup=False)
+        console.print(f"{name}: {path or 'none'}", highlight=False, markup=False)
     steps = options.steps or profile.steps
     return {
         **profile.settings,
@@ -96,12 +97,13 @@ def prepare(options: DemoOptions, console: Console) -> dict[str, object]:
         **({"data.max_prompt_length": 1024} if options.data else {}),
         "actor_rollout_ref.model.path": str(policy),
         "actor_rollout_ref.rollout.seed": options.seed,
-        "fapo.judge.model": str(judge),
+        **({"fapo.judge.model": str(judge)} if judge else {}),
         "data.train_files": str(train),
         "data.val_files": str(validation),
         "data.seed": options.seed,
         "trainer.total_training_steps": steps,
         "trainer.test_freq": steps,
+        **({} if judge else {"trainer.save_freq": steps}),
         "trainer.resume_mode": "disable",
     }
 
@@ -127,8 +129,12 @@ def conclude(console: Console, options: DemoOptions, run: RunFolder, log: Path, 
             "The judge gave no verdict, so no penalty was taken: what this run shows is the machinery. "
             "--judge names a model that can judge; critiques.jsonl has what this one wrote."
         )
-    if options.profile == "tiny" and not status:
+    if status:
+        return status
+    if options.profile == "tiny":
         show_outcome(console, run)
+    if options.profile == "judge":
+        show_judge(console, options, run)
     return status
 
 
@@ -145,12 +151,24 @@ def show_outcome(console: Console, run: RunFolder) -> None:
     )
 
 
-def models(options: DemoOptions, say: Say) -> tuple[Path, Path]:
+def show_judge(console: Console, options: DemoOptions, run: RunFolder) -> None:
+    """What training changed in the judge, and how to have it judge."""
+    console.print(quality_table(run))
+    steps = run.summary["steps"]
+    checkpoint = options.out.absolute() / f"checkpoints/global_step_{steps}/actor/huggingface"
+    if checkpoint.exists():
+        console.print(f"to let it judge: verl-fapo demo --judge {checkpoint}", highlight=False, markup=False)
+
+
+def models(options: DemoOptions, say: Say) -> tuple[Path, Path | None]:
     """Folders of policy and judge."""
+    profile = PROFILES[options.profile]
+    if options.judge and profile.recipe == "fapo_genrm":
+        raise DataError(f"--judge {options.judge}: profile {options.profile} trains a judge and has none; name --model")
     if options.model is None:
-        policy, judge = PROFILES[options.profile].models(options.seed, say)
+        policy, judge = profile.models(options.seed, say)
         return policy, options.judge or judge
-    return options.model, options.judge or options.model
+    return options.model, options.judge or (None if profile.recipe == "fapo_genrm" else options.model)
 
 
 def explain_failure(console: Console, status: int, log: Path) -> None:
@@ -161,10 +179,10 @@ def explain_failure(console: Console, status: int, log: Path) -> None:
     console.print("\n".join(ours if status in (2, 130) and ours else lines[-15:]), markup=False, highlight=False)
 
 
-def training_command(settings: dict[str, object], overrides: tuple[str, ...]) -> list[str]:
+def training_command(recipe: str, settings: dict[str, object], overrides: tuple[str, ...]) -> list[str]:
     """veRL's own command; ``overrides`` come last and win."""
     return [
-        *(sys.executable, "-m", "verl.trainer.main_ppo", "+recipe=fapo", "+recipe/device=cpu"),
+        *(sys.executable, "-m", "verl.trainer.main_ppo", f"+recipe={recipe}", "+recipe/device=cpu"),
         *(f"{key}={_quoted(value)}" for key, value in settings.items()),
         *overrides,
     ]

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from verl_fapo.demo.lessons import Lesson, judge_lessons, policy_lessons
+from verl_fapo.demo.lessons import Lesson, apprentice_lessons, judge_lessons, policy_lessons
 from verl_fapo.demo.tokenizer import make_tokenizer
 
 HEAD_DIM = 32
@@ -43,9 +43,11 @@ class Recipe:
     learning_rate: float
 
 
+JUDGE = Recipe(lessons=judge_lessons, width=64, num_layers=2, num_steps=700, batch_size=32, learning_rate=4e-3)
 RECIPES = {
     "policy": Recipe(lessons=policy_lessons, width=64, num_layers=2, num_steps=400, batch_size=64, learning_rate=5e-3),
-    "judge": Recipe(lessons=judge_lessons, width=64, num_layers=2, num_steps=700, batch_size=32, learning_rate=4e-3),
+    "judge": JUDGE,
+    "apprentice": replace(JUDGE, lessons=apprentice_lessons),
 }
 
 

@@ -1,4 +1,4 @@
-"""The two models of the demo, warmed up side by side, or taken from the cache."""
+"""The models of the demo, warmed up side by side, or taken from the cache."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import verl_fapo
 from verl_fapo.errors import WarmUpError
 
-NAMES = ("policy", "judge")
 SOURCES = ("critique.py", "imitation.py", "templates.py", "data.py", "demo/lessons.py", "demo/tokenizer.py",
            "demo/training.py", "demo/world.py")  # fmt: skip
 LIBRARIES = ("tokenizers", "torch", "transformers")
 LOG_LINES = 15
 
 
-def tiny_models(cache: Path, *, seed: int, say: Callable[[str], None]) -> tuple[Path, Path]:
-    """Folders of policy and judge; makes them in about a minute, on two cores, if ``cache`` has none.
+def tiny_models(cache: Path, names: Sequence[str], *, seed: int, say: Callable[[str], None]) -> list[Path]:
+    """Folders of models; makes them if ``cache`` has none, two in about a minute on two cores.
 
     Args:
         cache: folder for these and other models, made if it is not there.
+        names: of :data:`verl_fapo.demo.training.RECIPES`.
         seed: of weights and problems.
         say: is told how far the warm-up is, from threads of its own.
 
     Raises:
         WarmUpError: a warm-up failed.
     """
-    folder = cache / f"tiny-{_key(seed)}"
+    folder = cache / f"tiny-{_key(names, seed)}"
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="tiny-", dir=cache) as temporary:
             half_made = Path(temporary) / "models"
-            _warm_up(half_made, seed=seed, say=say)
+            _warm_up(half_made, names, seed=seed, say=say)
             try:
                 half_made.rename(folder)
             except OSError:
                 if not folder.exists():  # else another warm-up was faster
                     raise
-    return folder / "policy", folder / "judge"
+    return [folder / name for name in names]
 
 
-def _key(seed: int) -> str:
+def _key(names: Sequence[str], seed: int) -> str:
     """Says all that determines the models."""
     root = Path(verl_fapo.__file__).parent
-    digest = hashlib.sha256(repr([seed, *map(importlib.metadata.version, LIBRARIES)]).encode())
+    digest = hashlib.sha256(repr([seed, *names, *map(importlib.metadata.version, LIBRARIES)]).encode())
     for source in SOURCES:
         digest.update((root / source).read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _warm_up(folder: Path, *, seed: int, say: Callable[[str], None]) -> None:
+def _warm_up(folder: Path, names: Sequence[str], *, seed: int, say: Callable[[str], None]) -> None:
     with contextlib.ExitStack() as stack:
-        processes = {name: stack.enter_context(_training(name, folder / name, seed=seed)) for name in NAMES}
-        readers = stack.enter_context(ThreadPoolExecutor(len(NAMES)))
+        processes = {name: stack.enter_context(_training(name, folder / name, seed=seed)) for name in names}
+        readers = stack.enter_context(ThreadPoolExecutor(len(names)))
         stack.callback(lambda: [process.kill() for process in processes.values()])
         for ended in [readers.submit(_follow, name, process, say) for name, process in processes.items()]:
             ended.result()

@@ -231,6 +231,19 @@ def perfect_critique(problem: Problem, text: str) -> str:
     return "\n".join([*lines, f"\\boxed{{{flaw}}}"])
 
 
+def careless_critique(problem: Problem, text: str, rng: random.Random, *, error_rate: float) -> str:
+    """The same form, from a judge that says the opposite of a paragraph with probability ``error_rate``."""
+    flaw = first_flaw(problem, text)
+    lines = remarks(problem, text)
+    for i, line in enumerate(lines):
+        claim, _, word = line.rpartition(", ")
+        is_wrong = (i == flaw or word == "wrong.") != (rng.random() < error_rate)
+        lines[i] = f"{claim}, {'wrong' if is_wrong else 'right'}."
+        if is_wrong:
+            return "\n".join([*lines[: i + 1], f"\\boxed{{{i}}}"])
+    return "\n".join([*lines, "\\boxed{-1}"])
+
+
 def remarks(problem: Problem, text: str) -> list[str]:
     """One line on every paragraph of a solution: its result held against the right one, whatever else it says."""
     right = split_paragraphs(solution(problem))

@@ -15,8 +15,8 @@ from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from verl_fapo.critique import UnknownReason, Verdict, parse_verdict
-from verl_fapo.managers.fapo import Rollout, overlong, read_rollout
 from verl_fapo.rewards import genrm_reward
+from verl_fapo.rollout import Rollout, overlong, read_rollout
 from verl_fapo.run_folder import RolloutLog
 from verl_fapo.settings import read_settings
 from verl_fapo.templates import tagged_paragraphs
