@@ -58,7 +58,7 @@ def main() -> None:
                     "trainer.val_before_train": False,
                     "trainer.test_freq": -1,
                 }
-                measured[name].append(measure(training_command(settings, overrides), root, address))
+                measured[name].append(measure(training_command("fapo", settings, overrides), root, address))
                 print(name, measured[name][-1], flush=True)
     warm.close()
     show(measured)

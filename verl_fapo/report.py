@@ -11,15 +11,22 @@ from rich.table import Table
 from verl_fapo.errors import DataError
 from verl_fapo.run_folder import STARTED_AT, RunFolder, is_trained
 
+EVERY_COLUMNS = {"mean reward": "critic/score/mean", "tokens": "response_length/mean", "seconds": "timing_s/step"}
 STEP_COLUMNS = {
     "accuracy": "fapo/accuracy",
     "judged": "fapo/judged",
     "flawed": "fapo/flawed",
     "unknown": "fapo/unknown",
-    "mean reward": "critic/score/mean",
-    "tokens": "response_length/mean",
-    "seconds": "timing_s/step",
+    **EVERY_COLUMNS,
 }
+JUDGE_COLUMNS = {
+    "accuracy": "fapo_genrm/accuracy",
+    "F1": "fapo_genrm/f1",
+    "clean flagged": "fapo_genrm/clean_flagged_rate",
+    "invalid": "fapo_genrm/invalid_rate",
+    **EVERY_COLUMNS,
+}
+"""Where a judge is trained."""
 
 
 def report_run(root: Path, *, finish: bool = False) -> None:
@@ -45,11 +52,13 @@ def report_run(root: Path, *, finish: bool = False) -> None:
 
 def print_report(run: RunFolder, console: Console) -> None:
     """The steps, and the counts of the whole run."""
+    lines = [line for line in run.metrics() if is_trained(line)]
+    columns = JUDGE_COLUMNS if any(JUDGE_COLUMNS["accuracy"] in line for line in lines) else STEP_COLUMNS
     steps = Table(title="steps")
-    for name in ("step", *STEP_COLUMNS):
+    for name in ("step", *columns):
         steps.add_column(name, justify="right")
-    for line in filter(is_trained, run.metrics()):
-        steps.add_row(str(line["step"]), *(_cell(line.get(key)) for key in STEP_COLUMNS.values()))
+    for line in lines:
+        steps.add_row(str(line["step"]), *(_cell(line.get(key)) for key in columns.values()))
     console.print(steps)
     summary = Table(title="run", show_header=False)
     summary.add_column()

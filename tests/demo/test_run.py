@@ -61,3 +61,28 @@ def test_ctrl_c_ends_the_demo_and_all_that_it_started(demo, tmp_path, own_proces
     assert process.returncode == 130
     assert "interrupted" in said
     assert own_processes.left() == []
+
+
+def test_judge_learns_by_the_recipe_and_judges_the_next_demo(demo, tmp_path, own_processes):
+    process = demo("--profile", "judge", "--seed", "1")
+    said, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, said[-3000:]
+    steps = RunFolder(tmp_path / "fapo").metrics()
+    names = ("accuracy", "f1", "clean_flagged_rate")
+    before, after = (
+        {name: line[f"fapo_validation/steps_critic/{name}"] for name in names} for line in steps[:: len(steps) - 1]
+    )
+    assert after["accuracy"] > before["accuracy"] + 0.1
+    assert after["f1"] > before["f1"] + 0.05
+    assert after["clean_flagged_rate"] < before["clean_flagged_rate"] - 0.2
+    assert f"{after['f1']:.3f}" in said
+    for line in steps[1:]:
+        assert 0 <= line["fapo_genrm/accuracy"] <= 1 and line["fapo_genrm/reward_std"] > 0
+    _, _, command = said.partition("to let it judge: verl-fapo demo ")
+    judge = command.splitlines()[0].split()
+    process = demo(*judge, "--steps", "1")
+    said, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, said[-3000:]
+    before, _ = validations(RunFolder(tmp_path / "fapo"))
+    assert before.judge_f1 > before.baseline_f1
+    assert own_processes.left() == []

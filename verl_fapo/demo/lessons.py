@@ -45,7 +45,10 @@ SLIP_SHARE = 0.5
 """Of its last lessons, in solutions with a mistake of another kind than the policy was taught."""
 
 CARELESS_RATE = 0.2
-"""Of the apprentice's remarks: it is right about half of the solutions then, and can learn to be of all."""
+"""Of the apprentice's remarks: it flags most of the right solutions then, and can learn better."""
+
+CLEAN_SHARE = 0.4
+"""Of the solutions that it learns better from; about half of them are clean then, as in FAPO-Critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ def critic_rows(num: int, *, split: Split, seed: int) -> Iterator[dict[str, Any]
     """Rows for the manager ``fapo_genrm``, a solution of each of ``num`` problems; in the form of FAPO-Critic."""
     rng = random.Random(f"critic {split} {seed}")
     for index, problem in enumerate(islice(problems(split, seed=seed), num)):
-        text = judged_solution(problem, rng)
+        text = solution(problem) if rng.random() < CLEAN_SHARE else judged_solution(problem, rng)
         yield critic_row(
             judge_question(problem, text),
             first_flaw(problem, text),

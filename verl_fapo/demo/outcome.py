@@ -81,19 +81,27 @@ def gain(before: Validation, after: Validation) -> tuple[float, float]:
     return after.accuracy - before.accuracy, Z * math.sqrt(variance)
 
 
-QUALITIES = ("accuracy", "precision", "recall", "f1", "index_distance", "clean_flagged_rate", "invalid_rate")
+QUALITIES = {
+    "accuracy": "accuracy",
+    "precision": "precision",
+    "recall": "recall",
+    "F1": "f1",
+    "distance": "index_distance",
+    "flags clean": "clean_flagged_rate",
+    "invalid": "invalid_rate",
+}
+"""Columns and metrics."""
 
 
 def quality_table(run: RunFolder) -> Table:
     """A row a validation of a judge in training, with the metrics of the manager ``fapo_genrm``."""
     table = Table(title="validation of the judge, by the truth of its prompts")
     for column in ("step", *QUALITIES):
-        table.add_column(column.replace("_", " "), justify="right")
+        table.add_column(column, justify="right")
     for line in run.metrics():
-        found = {name: line.get(f"fapo_validation/steps_critic/{name}") for name in QUALITIES}
-        if found["accuracy"] is not None:
-            cells = ("-" if value is None else f"{value:.3f}" for value in found.values())
-            table.add_row(str(line["step"]), *cells)
+        found = [line.get(f"fapo_validation/steps_critic/{name}") for name in QUALITIES.values()]
+        if any(value is not None for value in found):
+            table.add_row(str(line["step"]), *("-" if value is None else f"{value:.3f}" for value in found))
     return table
 
 

@@ -157,7 +157,8 @@ def show_judge(console: Console, options: DemoOptions, run: RunFolder) -> None:
     steps = run.summary["steps"]
     checkpoint = options.out.absolute() / f"checkpoints/global_step_{steps}/actor/huggingface"
     if checkpoint.exists():
-        console.print(f"to let it judge: verl-fapo demo --judge {checkpoint}", highlight=False, markup=False)
+        command = f"verl-fapo demo --judge {checkpoint}"
+        console.print(f"to let it judge: {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def models(options: DemoOptions, say: Say) -> tuple[Path, Path | None]:
@@ -231,6 +232,9 @@ def describe(line: dict[str, float], steps: int) -> str:
     """One line of ``metrics.jsonl`` in words."""
     if not is_trained(line):
         return "validated before training"
+    if "fapo_genrm/accuracy" in line:
+        right, invalid = line["fapo_genrm/accuracy"], line["fapo_genrm/invalid_rate"]
+        return f"step {line['step']} of {steps}: {right:.0%} of the verdicts right, {invalid:.0%} invalid"
     return (
         f"step {line['step']} of {steps}: {line.get('fapo/accuracy', 0):.0%} right, {line.get('fapo/judged', 0):.0f} "
         f"judged, {line.get('fapo/flawed', 0):.0f} flawed, {line.get('fapo/unknown', 0):.0f} unknown"
