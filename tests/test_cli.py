@@ -10,7 +10,9 @@ from verl_fapo.cli import main
 from verl_fapo.run_folder import RolloutLog, RunFolder
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["prepare"], ["report"], ["verdict"], ["template"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["prepare"], ["report"], ["verdict"], ["template"], ["doctor"], ["explain"]]
+)
 def test_help_says_what_the_command_does(command):
     result = CliRunner().invoke(main, [*command, "--help"])
     assert result.exit_code == 0

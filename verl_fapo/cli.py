@@ -103,6 +103,23 @@ def report(run: Path, finish: bool) -> None:
 
 
 @main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("rollout", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead, or one a line without ROLLOUT.")
+def explain(run: Path, rollout: str | None, as_json: bool) -> None:
+    """Show how a rollout of the run in folder RUN came to its reward.
+
+    That is the problem, the answer check, the critique with the wrong paragraph marked, the verdict, the reward and the
+    advantage. ROLLOUT is an id of the run folder, or its beginning, as in 3f2a_1. Without it the latest rollouts of
+    each kind are listed.
+    """
+    from verl_fapo import explain as explaining
+
+    lines = explaining.explain(run, rollout, as_json=as_json) if rollout else explaining.telling(run, as_json=as_json)
+    click.echo("\n".join(lines))
+
+
+@main.command()
 @click.argument("file", type=click.File(encoding="utf-8"))
 @click.option(
     "--scope",

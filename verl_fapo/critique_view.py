@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,9 +106,14 @@ def show(number: int, reading: Reading) -> Iterator[str]:
         yield f"  critique {i} of {len(reading.verdicts)}: {_told(verdict)}"
     if reading.recorded:
         yield f"  recorded in the row: {' '.join(harmless(reading.recorded).split())}"
-    width = len(str(len(reading.paragraphs)))
-    for index, paragraph in enumerate(reading.paragraphs):
-        wrong = index == reading.verdict.index
+    yield from marked(reading.paragraphs, reading.verdict.index)
+
+
+def marked(paragraphs: Sequence[str], wrong_index: int | None) -> Iterator[str]:
+    """Lines of numbered paragraphs, with a mark at the first wrong one."""
+    width = len(str(len(paragraphs)))
+    for index, paragraph in enumerate(paragraphs):
+        wrong = index == wrong_index
         first, *rest = harmless(paragraph).split("\n")
         yield f"{'>>' if wrong else '  '} {index:>{width}}  {first}"
         for line in rest:

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_fapo.errors import DataError
-from verl_fapo.run_folder import STARTED_AT, RunFolder, is_trained
+from verl_fapo.run_folder import RunFolder, is_trained
 
 EVERY_COLUMNS = {"mean reward": "critic/score/mean", "tokens": "response_length/mean", "seconds": "timing_s/step"}
 STEP_COLUMNS = {
@@ -38,16 +37,12 @@ def report_run(root: Path, *, finish: bool = False) -> None:
     Raises:
         DataError: ``root`` is no run folder.
     """
-    run = RunFolder(root)
-    if not (run.root / STARTED_AT).exists():
-        raise DataError(f"{root} is no run folder (no {STARTED_AT} in it); name the folder that fapo.run_dir named")
+    run = RunFolder.of_a_run(root)
     if finish and run.summary is None:
         with run.locked():
             run.finish(status="killed", ended_at=run.last_change())
-    try:
+    with run.damage_named():
         print_report(run, Console())
-    except (ValueError, LookupError, TypeError) as exc:
-        raise DataError(f"{root}: a file of the run is damaged ({exc!r})") from exc
 
 
 def print_report(run: RunFolder, console: Console) -> None:

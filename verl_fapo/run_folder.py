@@ -71,6 +71,30 @@ class RunFolder:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).expanduser().absolute()
 
+    @classmethod
+    def of_a_run(cls, root: Path) -> RunFolder:
+        """The folder that a run wrote itself into.
+
+        Raises:
+            DataError: ``root`` is none.
+        """
+        run = cls(root)
+        if not (run.root / STARTED_AT).exists():
+            raise DataError(f"{root} is no run folder (no {STARTED_AT} in it); name the folder that fapo.run_dir named")
+        return run
+
+    @contextlib.contextmanager
+    def damage_named(self) -> Iterator[None]:
+        """Turn what a record of another shape leads to into a line.
+
+        Raises:
+            DataError: in place of the errors that such a record causes.
+        """
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError) as exc:
+            raise DataError(f"{self.root}: a file of the run is damaged ({exc!r})") from exc
+
     def open(self, config_yaml: str, *, started_at: float, resumed: bool) -> None:
         """Make the folder ready, for a run that goes on where an earlier one stopped or for a fresh one."""
         self.root.mkdir(parents=True, exist_ok=True)
