@@ -1,48 +1,234 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from verl_fapo.errors import JudgeError
-from verl_fapo.metrics import JudgeHealth, step_metrics
+from verl_fapo.metrics import (
+    JudgeHealth,
+    ScoredRollout,
+    by_data_source,
+    fapo_metrics,
+    fapo_validation,
+    genrm_metrics,
+    judge_quality,
+)
+
+RIGHT = {
+    "acc": 1.0, "judged": 1.0, "flawed": 0.0, "unknown": 0.0, "reason": "", "from_memory": 0.0, "judge_seconds": 2.0,
+    "judge_tokens": 10.0, "generated_at": 100.0, "scored_at": 102.0,
+}  # fmt: skip
+FLAWED = RIGHT | {"flawed": 1.0, "judge_seconds": 4.0, "scored_at": 104.0}
+UNKNOWN = RIGHT | {"unknown": 1.0, "reason": "no_box", "judge_seconds": 6.0}
+REMEMBERED = RIGHT | {"from_memory": 1.0, "judge_seconds": 0.1, "judge_tokens": 0.0}
+NOT_JUDGED = RIGHT | {"judged": 0.0, "judge_seconds": 0.0, "judge_tokens": 0.0, "scored_at": 100.0}
+WRONG = NOT_JUDGED | {"acc": 0.0}
+REWARDS = {"keep": 1.0, "neutral": 1.0, "penalise": 0.0}
 
 
-def extras(num: int, *, judged: float = 1.0, flawed: float = 0.0, unknown: float = 0.0) -> list[dict[str, float]]:
-    extra = {"acc": judged, "judged": judged, "flawed": flawed, "unknown": unknown, "judge_seconds": 2.0 * judged}
-    return [extra] * num
+def rollouts(*groups: list[dict], unknown_reward: float = 1.0) -> list[ScoredRollout]:
+    """Rollouts with the rewards of penalty 1."""
+
+    def reward(extra: dict) -> float:
+        if extra["unknown"]:
+            return unknown_reward
+        return 2 * extra["acc"] - 1 - extra["flawed"]
+
+    return [
+        ScoredRollout(key=f"u{group}_{session}_0", reward=reward(extra), extras=extra)
+        for group, extras in enumerate(groups)
+        for session, extra in enumerate(extras)
+    ]
 
 
-def test_shares_are_over_the_rollouts_and_over_the_judged():
-    metrics = step_metrics(extras(4, judged=0.0) + extras(2, flawed=1.0) + extras(1, unknown=1.0) + extras(1))
-    assert metrics == {
-        "fapo/accuracy": 0.5,
-        "fapo/judged": 4.0,
-        "fapo/flawed": 2.0,
-        "fapo/unknown": 1.0,
-        "fapo/flawed_rate": 2 / 3,
-        "fapo/unknown_rate": 0.25,
-        "fapo/judge_seconds": 2.0,
+STEP = ([RIGHT, FLAWED, WRONG, WRONG], [UNKNOWN, FLAWED, REMEMBERED, FLAWED], [WRONG] * 4)
+COUNTS = {
+    "fapo/accuracy": 6 / 12,
+    "fapo/judged": 6.0,
+    "fapo/flawed": 3.0,
+    "fapo/unknown": 1.0,
+    "fapo/unknown/no_box": 1.0,
+    "fapo/unknown_rate": 1 / 6,
+    "fapo/from_memory": 1.0,
+    "fapo/judge_tokens": 50.0,
+    "fapo/judge_seconds/p50": 4.0,
+    "fapo/judge_seconds/p99": 5.92,
+    "fapo/wait_seconds": 4.0,
+    "fapo/flawed_rate": 3 / 5,
+    "fapo/flawed_rate/group_accuracy_to_0.5": 1 / 2,
+    "fapo/flawed_rate/group_accuracy_to_1": 2 / 3,
+    "fapo/groups_without_variance": 1 / 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("on_unknown", "shares", "rho", "phase", "mean"),
+    [
+        pytest.param("keep", (3 / 12, 6 / 12, 3 / 12), 0.5, 0.0, -3 / 12, id="keep: an unknown one is correct"),
+        pytest.param("penalise", (2 / 12, 6 / 12, 4 / 12), 1 / 3, 0.0, -4 / 12, id="penalise: it is flawed"),
+        pytest.param("neutral", (2 / 11, 6 / 11, 3 / 11), 1 / 3, 0.0, -4 / 11, id="neutral: it has no part"),
+    ],
+)
+def test_step_counts_what_happened_and_shares_are_as_rollouts_were_treated(on_unknown, shares, rho, phase, mean):
+    step = rollouts(*STEP, unknown_reward=REWARDS[on_unknown])
+    metrics = fapo_metrics(step, penalty=1.0, on_unknown=on_unknown)
+    alpha, beta, gamma = shares
+    std = math.sqrt(alpha + beta - mean**2)
+    assert metrics == pytest.approx(
+        COUNTS
+        | {
+            "fapo/alpha": alpha,
+            "fapo/beta": beta,
+            "fapo/gamma": gamma,
+            "fapo/rho": rho,
+            "fapo/phase": phase,
+            "fapo/reward_mean": mean,
+            "fapo/reward_mean_predicted": mean,
+            "fapo/reward_std": std,
+            "fapo/reward_std_predicted": std,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("right", "phase"),
+    [pytest.param(1, 0.0, id="warm-up"), pytest.param(4, 1.0, id="refinement"), pytest.param(8, 2.0, id="late")],
+)
+def test_phase_is_a_number_that_grows_with_the_right_rollouts(right, phase):
+    step = rollouts([RIGHT] * right + [WRONG] * 2 + [FLAWED])
+    assert fapo_metrics(step, penalty=1.0, on_unknown="keep")["fapo/phase"] == phase
+
+
+def test_shaping_of_long_responses_is_the_difference_to_the_prediction():
+    step = [
+        ScoredRollout(key=one.key, reward=one.reward - 0.5, extras=one.extras) for one in rollouts([RIGHT, WRONG])
+    ]
+    metrics = fapo_metrics(step, penalty=1.0, on_unknown="keep")
+    assert (metrics["fapo/reward_mean"], metrics["fapo/reward_mean_predicted"]) == (-0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "left_out"),
+    [
+        pytest.param([WRONG, NOT_JUDGED], {"fapo/flawed_rate", "fapo/unknown_rate", "fapo/judge_seconds/p50"}, id="0"),
+        pytest.param([UNKNOWN], {"fapo/flawed_rate", "fapo/flawed_rate/group_accuracy_to_1"}, id="all unknown"),
+        pytest.param([REMEMBERED], {"fapo/judge_seconds/p50", "fapo/judge_seconds/p99"}, id="all remembered"),
+        pytest.param([RIGHT], {"fapo/rho"}, id="none wrong"),
+        pytest.param([FLAWED], {"fapo/rho"}, id="all flawed"),
+    ],
+)
+def test_what_would_be_a_share_of_nothing_is_left_out(step, left_out):
+    metrics = fapo_metrics(rollouts(step), penalty=1.0, on_unknown="keep")
+    assert metrics and not left_out & metrics.keys()
+    assert all(map(math.isfinite, metrics.values()))
+
+
+def test_step_without_rollouts_has_no_metrics():
+    assert fapo_metrics([], penalty=1.0, on_unknown="keep") == {} == genrm_metrics([])
+
+
+def test_neutral_step_in_which_all_are_unknown_has_no_shares():
+    metrics = fapo_metrics(rollouts([UNKNOWN] * 2), penalty=1.0, on_unknown="neutral")
+    assert metrics["fapo/unknown"] == 2.0 and "fapo/alpha" not in metrics
+
+
+def test_group_and_id_are_read_from_verls_key():
+    one = ScoredRollout(key="a_b_3_0", reward=1.0, extras={})
+    assert (one.group, one.id) == ("a_b", "a_b_3")
+
+
+def lesson(*, flawed: bool, truly: bool, distance: float = 0.0, unknown: bool = False) -> dict:
+    called = flawed and not unknown
+    return {
+        "acc": float(not unknown and called == truly),
+        "flawed": float(called),
+        "unknown": float(unknown),
+        "truly_flawed": float(truly),
+        "distance": distance,
     }
 
 
-def test_share_of_nothing_is_left_out():
-    assert step_metrics([]) == {}
-    assert "fapo/flawed_rate" not in step_metrics(extras(3, judged=0.0))
-    assert "fapo/flawed_rate" not in step_metrics(extras(3, unknown=1.0))
+LESSONS = [
+    lesson(flawed=True, truly=True, distance=0.0),
+    lesson(flawed=True, truly=True, distance=3.0),
+    lesson(flawed=False, truly=True),
+    lesson(flawed=True, truly=False),
+    lesson(flawed=False, truly=False),
+    lesson(flawed=False, truly=True, unknown=True),
+    lesson(flawed=False, truly=False, unknown=True),
+    lesson(flawed=False, truly=False),
+]
+
+
+def test_quality_of_a_judge_in_training():
+    assert judge_quality(LESSONS) == pytest.approx(
+        {
+            "accuracy": 4 / 8,
+            "invalid_rate": 2 / 8,
+            "precision": 2 / 3,
+            "recall": 2 / 4,
+            "f1": 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4),
+            "clean_flagged_rate": 1 / 4,
+            "index_distance": 1.5,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("lessons", "names"),
+    [
+        pytest.param([lesson(flawed=False, truly=False)], {"clean_flagged_rate"}, id="none flawed, none called"),
+        pytest.param([lesson(flawed=True, truly=True)], {"precision", "recall", "f1", "index_distance"}, id="found"),
+        pytest.param([lesson(flawed=False, truly=True, unknown=True)], {"recall", "f1"}, id="invalid finds nothing"),
+    ],
+)
+def test_quality_leaves_out_what_has_no_denominator(lessons, names):
+    assert judge_quality(lessons).keys() == names | {"accuracy", "invalid_rate"}
+
+
+def test_step_of_a_judge_in_training_has_its_quality_and_its_rewards():
+    step = [ScoredRollout(key=f"u{i // 4}_{i}_0", reward=i // 4 * (i % 2), extras=e) for i, e in enumerate(LESSONS)]
+    metrics = genrm_metrics(step)
+    assert metrics["fapo_genrm/accuracy"] == 0.5
+    assert metrics["fapo_genrm/reward_mean"] == 0.25
+    assert metrics["fapo_genrm/reward_std"] == pytest.approx(math.sqrt(3) / 4)
+    assert metrics["fapo_genrm/groups_without_variance"] == 0.5
+
+
+def test_validation_is_summarised_by_data_source():
+    scored = [("a", RIGHT), ("b", WRONG), ("a", FLAWED), ("b", NOT_JUDGED), ("a", UNKNOWN), ("a", WRONG)]
+    assert by_data_source(fapo_validation, scored) == {
+        "fapo_validation/a/accuracy": 0.75,
+        "fapo_validation/a/flawed_rate": 0.5,
+        "fapo_validation/b/accuracy": 0.5,
+    }
+
+
+def judged(num: int, *, unknown: float = 0.0) -> list[dict]:
+    return [{"judged": 1.0, "unknown": unknown}] * num
 
 
 def test_too_many_unknown_verdicts_stop_the_run():
     with pytest.raises(JudgeError, match=r"55% of the last 20 .*max_unknown_rate=0.5"):
-        JudgeHealth(0.5).check(extras(11, unknown=1.0) + extras(9))
+        JudgeHealth(0.5).check(judged(11, unknown=1.0) + judged(9))
+
+
+def test_or_only_warn(caplog):
+    health = JudgeHealth(0.5, "warn")
+    for _ in range(2):
+        health.check(judged(20, unknown=1.0))
+    assert caplog.text.count("100% of the last 20 judgements gave no verdict") == 2
 
 
 @pytest.mark.parametrize(
     ("rate", "step"),
     [
-        pytest.param(0.5, extras(10, unknown=1.0) + extras(10), id="exactly the limit"),
-        pytest.param(1.0, extras(40, unknown=1.0), id="1 never stops"),
-        pytest.param(0.0, extras(40), id="none unknown"),
-        pytest.param(0.0, extras(19, unknown=1.0), id="too few to say"),
-        pytest.param(0.0, extras(40, judged=0.0), id="none judged"),
+        pytest.param(0.5, judged(10, unknown=1.0) + judged(10), id="exactly the limit"),
+        pytest.param(1.0, judged(40, unknown=1.0), id="1 never stops"),
+        pytest.param(0.0, judged(40), id="none unknown"),
+        pytest.param(0.0, judged(19, unknown=1.0), id="too few to say"),
+        pytest.param(0.0, [{"judged": 0.0, "unknown": 0.0}] * 40, id="none judged"),
     ],
 )
 def test_run_goes_on(rate, step):
@@ -51,12 +237,12 @@ def test_run_goes_on(rate, step):
 
 def test_judgements_of_small_steps_add_up():
     health = JudgeHealth(0.5)
-    health.check(extras(15, unknown=1.0))
+    health.check(judged(15, unknown=1.0))
     with pytest.raises(JudgeError):
-        health.check(extras(5, unknown=1.0))
+        health.check(judged(5, unknown=1.0))
 
 
 def test_a_bad_past_does_not_count_for_ever():
     health = JudgeHealth(0.5)
-    health.check(extras(10, unknown=1.0) + extras(10))
-    health.check(extras(9, unknown=1.0) + extras(11))
+    health.check(judged(10, unknown=1.0) + judged(10))
+    health.check(judged(9, unknown=1.0) + judged(11))

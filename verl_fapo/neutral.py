@@ -16,7 +16,6 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl import DataProto
-from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.workers.utils.padding import response_to_nested
 
 
@@ -60,6 +59,8 @@ def neutral_advantages(
     Returns:
         [B, T], of the dtype of ``rewards``.
     """
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories  # late: it imports our trainer
+
     advantages = torch.zeros_like(rewards)
     rows = [row for row, key in enumerate(keys) if key in compared]
     if not rows:
