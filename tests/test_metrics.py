@@ -101,9 +101,7 @@ def test_phase_is_a_number_that_grows_with_the_right_rollouts(right, phase):
 
 
 def test_shaping_of_long_responses_is_the_difference_to_the_prediction():
-    step = [
-        ScoredRollout(key=one.key, reward=one.reward - 0.5, extras=one.extras) for one in rollouts([RIGHT, WRONG])
-    ]
+    step = [ScoredRollout(key=one.key, reward=one.reward - 0.5, extras=one.extras) for one in rollouts([RIGHT, WRONG])]
     metrics = fapo_metrics(step, penalty=1.0, on_unknown="keep")
     assert (metrics["fapo/reward_mean"], metrics["fapo/reward_mean_predicted"]) == (-0.5, 0.0)
 

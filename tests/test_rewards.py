@@ -30,6 +30,7 @@ FAPO_CASES = [
     pytest.param(True, FLAWED, 2.0, "keep", -1.0, id="penalty 2 makes it as bad as wrong"),
     pytest.param(True, Verdict(index=0), 1.0, "keep", 0.0, id="flawed in the first paragraph"),
     pytest.param(True, UNKNOWN, 1.0, "keep", 1.0, id="unknown keeps the rule's reward"),
+    pytest.param(True, UNKNOWN, 1.0, "neutral", 1.0, id="what is left out has the rule's reward"),
     pytest.param(True, UNKNOWN, 1.0, "penalise", 0.0, id="unknown counts as flawed"),
     pytest.param(True, None, 1.0, "penalise", 1.0, id="not judged"),
     pytest.param(False, None, 1.0, "keep", -1.0, id="wrong"),
@@ -86,7 +87,7 @@ def test_overlong_penalty(length, max_response, buffer, factor, penalty):
 @given(
     correct=st.booleans(),
     verdict=st.sampled_from([None, CLEAN, FLAWED, UNKNOWN]),
-    on_unknown=st.sampled_from(["keep", "penalise"]),
+    on_unknown=st.sampled_from(["keep", "neutral", "penalise"]),
 )
 def test_penalty_0_is_the_outcome_reward(correct, verdict, on_unknown):
     assert fapo_reward(correct, verdict, penalty=0, on_unknown=on_unknown) == outcome_reward(correct)
@@ -169,7 +170,7 @@ def test_penalty_out_of_range_is_refused(penalty):
 
 
 def test_a_misspelt_policy_for_unknown_verdicts_is_refused():
-    with pytest.raises(ValueError, match="on_unknown is 'penalize', expected one of keep, penalise"):
+    with pytest.raises(ValueError, match="on_unknown is 'penalize', expected one of keep, neutral, penalise"):
         fapo_reward(True, UNKNOWN, penalty=1.0, on_unknown="penalize")
 
 

@@ -6,13 +6,16 @@ The batched forms compute in double precision and round once: [B] float32, the v
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
 from verl_fapo.critique import Verdict
+from verl_fapo.settings import OnUnknown
 from verl_fapo.theory import check_penalty
 
-ON_UNKNOWN = ("keep", "penalise")
+ON_UNKNOWN = get_args(OnUnknown)
 
 
 def outcome_reward(correct: bool) -> float:
@@ -25,7 +28,8 @@ def counts_as_flawed(verdict: Verdict | None, *, on_unknown: str = "keep") -> bo
 
     Args:
         verdict: the judge's; None for a rollout that was not judged.
-        on_unknown: ``penalise`` treats an unknown verdict as flawed, ``keep`` does not.
+        on_unknown: ``penalise`` treats an unknown verdict as flawed; ``keep`` does not, nor does ``neutral``, under
+            which the reward has no effect: see :mod:`verl_fapo.neutral`.
     """
     if on_unknown not in ON_UNKNOWN:
         raise ValueError(f"on_unknown is {on_unknown!r}, expected one of {', '.join(ON_UNKNOWN)}")

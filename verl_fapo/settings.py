@@ -64,6 +64,9 @@ class AnswerSettings(Settings):
     """Longest time for one question to Math-Verify; an answer that takes longer is not right."""
 
 
+OnUnknown = Literal["keep", "neutral", "penalise"]
+
+
 class JudgeSettings(Settings):
     model: str | None = None
     """Checkpoint of the GenRM: a folder or a hub name. With ``placement: external``, the name the server gives it."""
@@ -90,7 +93,7 @@ class JudgeSettings(Settings):
     timeout_seconds: Number = Field(600.0, gt=0)
     """Longest time for one verdict, retries included."""
 
-    on_unknown: Literal["keep", "neutral", "penalise"] = "keep"
+    on_unknown: OnUnknown = "keep"
     """A right answer without a verdict: it keeps the rule's reward; it is left out of its group's mean and std, and has
     advantage 0; or it is treated as flawed."""
 

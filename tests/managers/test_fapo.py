@@ -9,6 +9,13 @@ from transformers import AutoTokenizer
 from tests.conftest import read_lines
 from verl_fapo.critique import UnknownReason, Verdict
 from verl_fapo.judge import Judgement
+from verl_fapo.run_folder import VERDICTS
+from verl_fapo.settings import parse_settings
+
+EXTRAS = {
+    "acc": float, "judged": float, "flawed": float, "unknown": float, "reason": str, "from_memory": float,
+    "judge_seconds": float, "judge_tokens": float, "generated_at": float, "scored_at": float,
+}  # fmt: skip
 
 
 class FakeJudge:
@@ -20,7 +27,7 @@ class FakeJudge:
 
     async def judge(self, **question: str) -> Judgement:
         self.asked.append(question)
-        return Judgement(verdict=self.verdict, critique="because", seconds=0.5)
+        return Judgement(verdict=self.verdict, critique="because", seconds=0.5, tokens=7, from_memory=True)
 
 
 @pytest.fixture
@@ -29,17 +36,30 @@ def tokenizer(workshop):
 
 
 @pytest.fixture
-async def manager(compose, tokenizer, tmp_path):
+def make_manager(compose, tokenizer, tmp_path):
+    """Makes the manager of a command with overrides, whose judge is an address where nobody is."""
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 
-    config = compose(
-        "+recipe=fapo",
-        "fapo.genrm.placement=external",
-        "fapo.genrm.endpoints=[http://127.0.0.1:9]",
-        "fapo.judge.model=genrm",
-        f"fapo.run_dir={tmp_path}",
-    )
-    return get_reward_manager_cls("fapo")(config, tokenizer, compute_score=None)
+    def make_manager(*overrides: str, recipe: str = "fapo", judge: FakeJudge | None = None):
+        config = compose(
+            f"+recipe={recipe}",
+            *(["fapo.genrm.placement=external"] if recipe == "fapo" else []),
+            *(["fapo.genrm.endpoints=[http://127.0.0.1:9]"] if recipe == "fapo" else []),
+            "fapo.judge.model=genrm",
+            f"fapo.run_dir={tmp_path}",
+            *overrides,
+        )
+        manager = get_reward_manager_cls("fapo")(config, tokenizer, compute_score=None)
+        if judge:
+            manager._judge = judge
+        return manager
+
+    return make_manager
+
+
+@pytest.fixture
+async def manager(make_manager):  # async: veRL's base class wants an event loop
+    return make_manager()
 
 
 def batch(tokenizer, solution: str, *, padding: int = 4, **row: object):
@@ -91,21 +111,89 @@ async def test_rollout_is_scored_and_recorded(manager, tokenizer, tmp_path, solu
     (record,) = read_lines(part)
     assert (record["id"], record["step"], record["reward"]) == ("abc_3", 2, reward)
     assert record["judged"] is bool(flags[1]) and record["solution"] == solution
+    assert (record["ground_truth"], record["from_memory"]) == ("7", bool(flags[1]))
 
 
 async def test_extras_have_the_same_keys_and_types_for_every_rollout(manager, tokenizer):
     manager._judge = FakeJudge(Verdict(index=0))
     batches = [batch(tokenizer, RIGHT), batch(tokenizer, WRONG), batch(tokenizer, RIGHT, reward_model=None)]
-    infos = [(await manager.run_single(data))["reward_extra_info"] for data in batches]
-    assert len({tuple((key, type(value)) for key, value in info.items()) for info in infos}) == 1
-    assert "reward" not in infos[0]
+    for data in batches:
+        info = (await manager.run_single(data))["reward_extra_info"]
+        assert {key: type(value) for key, value in info.items()} == EXTRAS
 
 
-async def test_validation_rows_are_not_judged(manager, tokenizer):
-    manager._judge = judge = FakeJudge(Verdict(index=0))
-    result = await manager.run_single(batch(tokenizer, RIGHT, fapo_validation=True))
-    assert result["reward_score"] == 1.0
-    assert judge.asked == []
+async def test_extras_tell_time_tokens_and_memory_of_the_judgement(manager, tokenizer):
+    manager._judge = FakeJudge(Verdict(index=0))
+    info = (await manager.run_single(batch(tokenizer, RIGHT)))["reward_extra_info"]
+    assert (info["judge_seconds"], info["judge_tokens"], info["from_memory"]) == (0.5, 7.0, 1.0)
+    assert info["generated_at"] <= info["scored_at"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "validation", "reward", "asked"),
+    [
+        pytest.param([], True, 1.0, 0, id="validation is not judged"),
+        pytest.param(["fapo.judge.validation=true"], True, 0.0, 1, id="unless it is wished"),
+        pytest.param(["fapo.penalty=0.5"], False, 0.5, 1, id="penalty"),
+        pytest.param(["fapo.penalty=0"], False, 1.0, 1, id="penalty 0 only logs"),
+        pytest.param(["fapo.rho_shift=3"], False, 0.5, 1, id="penalty from rho_shift"),
+    ],
+)
+async def test_settings_decide_who_is_judged_and_what_it_costs(
+    make_manager, tokenizer, overrides, validation, reward, asked
+):
+    judge = FakeJudge(Verdict(index=0))
+    data = batch(tokenizer, RIGHT, fapo_validation=validation)
+    result = await make_manager(*overrides, judge=judge).run_single(data)
+    assert (result["reward_score"], len(judge.asked)) == (reward, asked)
+
+
+@pytest.mark.parametrize(("on_unknown", "reward"), [("keep", 1.0), ("neutral", 1.0), ("penalise", 0.5)])
+async def test_unknown_verdict_is_treated_as_set(make_manager, tokenizer, on_unknown, reward):
+    judge = FakeJudge(Verdict(reason=UnknownReason.TIMEOUT))
+    manager = make_manager(f"fapo.judge.on_unknown={on_unknown}", "fapo.penalty=0.5", judge=judge)
+    result = await manager.run_single(batch(tokenizer, RIGHT))
+    info = result["reward_extra_info"]
+    assert (result["reward_score"], info["unknown"], info["flawed"], info["reason"]) == (reward, 1.0, 0.0, "timeout")
+
+
+async def test_baseline_asks_nobody_and_has_the_same_extras(make_manager, tokenizer):
+    manager = make_manager(recipe="baseline")
+    for solution, reward in ((RIGHT, 1.0), (WRONG, -1.0)):
+        result = await manager.run_single(batch(tokenizer, solution))
+        info = result["reward_extra_info"]
+        assert (result["reward_score"], info["judged"]) == (reward, 0.0)
+        assert {key: type(value) for key, value in info.items()} == EXTRAS
+
+
+@pytest.mark.parametrize(("solution", "reward"), [(RIGHT, 0.0), (WRONG, -1.0)])
+async def test_long_response_loses_on_top_of_the_rest(make_manager, tokenizer, solution, reward):
+    length = len(tokenizer(solution)["input_ids"])
+    limits = [f"data.max_response_length={length + 1}", "fapo.overlong.buffer=4", "fapo.overlong.factor=2"]
+    manager = make_manager(*limits, judge=FakeJudge(Verdict(index=0)))
+    result = await manager.run_single(batch(tokenizer, solution))
+    assert result["reward_score"] == pytest.approx(reward - 2 * 3 / 4), "3 of 4 tokens into the buffer"
+
+
+@pytest.mark.parametrize(
+    ("memory", "place"),
+    [
+        pytest.param({}, "run/" + VERDICTS, id="in the run folder"),
+        pytest.param({"path": "shared.sqlite"}, "shared.sqlite", id="in a file that is named"),
+        pytest.param({"max_entries": 0}, None, id="nowhere"),
+    ],
+)
+async def test_judgements_are_kept(tmp_path, monkeypatch, memory, place):
+    from verl_fapo.managers.fapo import judge_client
+
+    monkeypatch.chdir(tmp_path)
+    genrm = {"placement": "external", "endpoints": ["http://h:1"]}
+    client = judge_client(parse_settings({"judge": {"model": "m"}, "genrm": genrm, "memory": memory, "run_dir": "run"}))
+    if place is None:
+        assert client._memory is None
+    else:
+        client._memory.put("key", Verdict(index=1), "because")
+        assert (tmp_path / place).is_file()
 
 
 async def test_row_without_a_question_is_judged_by_its_prompt(manager, tokenizer):
@@ -136,11 +224,12 @@ async def test_right_answer_that_can_not_be_judged_keeps_the_rules_reward(manage
     assert read_lines(part)[0]["reason"] == "error"
 
 
-async def test_judge_address_that_is_none_is_unreachable(compose, tokenizer, manager):
-    manager._judge._endpoints = iter(["http://a..b:1"] * 10)
+async def test_judge_address_that_is_none_is_unreachable(make_manager, tokenizer):
+    manager = make_manager("fapo.genrm.endpoints=['http://a..b:1']")
     result = await manager.run_single(batch(tokenizer, RIGHT))
     await manager._judge.close()
-    assert (result["reward_score"], result["reward_extra_info"]["unknown"]) == (1.0, 1.0)
+    info = result["reward_extra_info"]
+    assert (result["reward_score"], info["reason"]) == (1.0, "unreachable")
 
 
 @pytest.mark.parametrize(
