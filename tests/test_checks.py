@@ -93,6 +93,25 @@ MISTAKES = [
         id="mini-batch over the devices",
     ),
     pytest.param(["data.max_response_length=8000"], ["= 8512", "max_position_embeddings=8192"], id="policy's context"),
+    pytest.param(
+        ["fapo.judge.on_unknown=neutral", "algorithm.adv_estimator=gae"],
+        ["on_unknown='neutral' is not defined", "adv_estimator='gae'", "keep or penalise"],
+        id="neutral without groups",
+    ),
+    pytest.param(
+        ["reward.reward_manager.name=fapo_genrm"],
+        ["placement='standalone'", "set it to none, and fapo.penalty to 0"],
+        id="judge in training with a judge",
+    ),
+    pytest.param(
+        ["fapo.overlong.buffer=600", "data.max_response_length=512"],
+        ["fapo.overlong.buffer=600", "max_response_length=512", "set it to 0"],
+        id="buffer longer than the response",
+    ),
+    pytest.param(["fapo.penalty=1", "fapo.rho_shift=1"], ["penalty is 1 and rho_shift is 1"], id="lambda twice"),
+    pytest.param(
+        ["fapo.genrm.placement=none", "fapo.penalty=1"], ["set penalty to 0, or name a judge"], id="penalty, no judge"
+    ),
     pytest.param(["data.train_files=/no.parquet"], ["data.train_files='/no.parquet'", "no such file"], id="no data"),
     pytest.param(["data.prompt_key=question"], ["no column 'question'"], id="prompt column missing"),
 ]
@@ -179,6 +198,8 @@ def test_on_a_cluster_devices_are_counted_by_ray_and_folders_must_be_absolute(go
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"fapo.judge.template='t.txt' is relative"):
         check_config(good(*UNCOUNTED, absolute, "fapo.judge.template=t.txt"))
+    with pytest.raises(UsageError, match=r"fapo.memory.path='v.sqlite' is relative"):
+        check_config(good(*UNCOUNTED, absolute, "fapo.memory.path=v.sqlite"))
     check_config(good(*UNCOUNTED, absolute, f"fapo.judge.template={tmp_path / 't.txt'}"))
     check_config(good(*UNCOUNTED, absolute, "fapo.genrm.replicas=100"))
 
