@@ -3,16 +3,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from verl_fapo import judge as judge_module
-from verl_fapo.critique import UnknownReason, split_critiques
+from verl_fapo.critique import UnknownReason, Verdict, split_critiques
 from verl_fapo.errors import SettingsError
-from verl_fapo.judge import JudgeClient
+from verl_fapo.judge import JudgeClient, Judgement
+from verl_fapo.memory import VerdictMemory
 from verl_fapo.settings import JudgeSettings
 
 
@@ -101,7 +108,10 @@ CASES = [
     ),
     *(
         pytest.param([says("\\boxed{-1}", reason)], "unknown", None, UnknownReason.TRUNCATED, 1, id=f"ends by {reason}")
-        for reason in ("abort", "error", "content_filter", "tool_calls", "STOP", "")
+        for reason in ("error", "content_filter", "tool_calls", "STOP", "")
+    ),
+    pytest.param(
+        [says("\\boxed{-1}", "abort")], "unknown", None, UnknownReason.UNREACHABLE, 1, id="engine that was ended"
     ),
     pytest.param([status(503), says("\\boxed{0}")], "flawed", 0, None, 2, id="busy, then an answer"),
     pytest.param([status(429), says("\\boxed{0}")], "flawed", 0, None, 2, id="too many, then an answer"),
@@ -296,3 +306,247 @@ async def test_through_the_real_router_a_failing_server_costs_no_judgement(serve
     run.router.add(server.url)
     assert (await ask(run.url)).verdict.index == 1
     assert len(server.requests) == 3
+
+
+@pytest.fixture
+def memory(tmp_path) -> VerdictMemory:
+    return VerdictMemory(tmp_path / "verdicts.sqlite", max_entries=100)
+
+
+class Question:
+    """Asks clients that share a memory, each in its turn a fresh one, as after a resume."""
+
+    def __init__(self, url: str, memory: VerdictMemory | None) -> None:
+        self.url, self.memory = url, memory
+
+    async def ask(self, solution: str = "one", *, checkpoint: str = "c", **changed: object) -> Judgement:
+        judge_settings = JudgeSettings(**{"model": "genrm", "timeout_seconds": 2, **changed})
+        client = JudgeClient(judge_settings, self.url, memory=self.memory, checkpoint=checkpoint)
+        try:
+            return await client.judge(problem="p", reference="7", solution=solution)
+        finally:
+            await client.close()
+
+
+def with_usage(text: str, usage: object):
+    choices = [{"message": {"content": text}, "finish_reason": "stop"}]
+    return lambda request: web.json_response({"choices": choices, "usage": usage})
+
+
+async def test_what_was_judged_is_not_asked_again(server, memory):
+    server.answers = [with_usage("why \\boxed{0}", {"completion_tokens": 12})]
+    question = Question(server.url, memory)
+    first, second = await question.ask(), await question.ask()
+    assert (first.from_memory, first.tokens) == (False, 12)
+    assert (second.from_memory, second.tokens) == (True, 0)
+    assert (second.verdict, second.critique) == (first.verdict, first.critique) == (Verdict(index=0), "why \\boxed{0}")
+    assert len(server.requests) == 1
+
+
+async def test_without_a_memory_every_judgement_is_asked_for(server):
+    server.answers = [says("\\boxed{0}")]
+    question = Question(server.url, None)
+    assert not (await question.ask()).from_memory and not (await question.ask()).from_memory
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"solution": "two"},
+        {"checkpoint": "other"},
+        {"temperature": 0.1},
+        {"top_p": 0.5},
+        {"max_tokens": 9},
+        {"samples": 3},
+        {"template": "raw"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+async def test_another_question_is_asked(server, memory, changed):
+    server.answers = [says("\\boxed{0}")]
+    question = Question(server.url, memory)
+    await question.ask()
+    assert not (await question.ask(**changed)).from_memory
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "again"),
+    [
+        pytest.param(says("hm"), False, id="no verdict in the critique is what the judge said"),
+        pytest.param(says("\\boxed{-1}", "length"), False, id="cut off too"),
+        pytest.param(status(500), True, id="unreachable"),
+        pytest.param(status(400, "no"), True, id="refused"),
+        pytest.param(status(400, "maximum context length"), True, id="too long"),
+        pytest.param(hang, True, id="timeout"),
+    ],
+)
+async def test_failure_of_which_the_judge_had_no_part_is_not_remembered(server, memory, answer, again):
+    server.answers = [answer]
+    question = Question(server.url, memory)
+    unknown = await question.ask(timeout_seconds=0.5)
+    assert unknown.verdict.kind == "unknown"
+    server.answers = [says("\\boxed{0}")]
+    judgement = await question.ask(timeout_seconds=0.5)
+    assert (judgement.verdict.kind, judgement.from_memory) == (("flawed", False) if again else ("unknown", True))
+
+
+@pytest.mark.parametrize(
+    ("usage", "tokens"),
+    [
+        pytest.param({"completion_tokens": 7}, 7, id="counted"),
+        *(
+            pytest.param(usage, 0, id=f"no count: {usage}")
+            for usage in (None, 7, [], {}, *({"completion_tokens": value} for value in (-1, "7", True, 2**40)))
+        ),
+    ],
+)
+async def test_tokens_are_those_that_the_server_counts(server, usage, tokens):
+    server.answers = [with_usage("\\boxed{-1}", usage)]
+    assert (await ask(server.url)).tokens == tokens
+
+
+class Gate:
+    """Answers once it is opened."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        await self.open.wait()
+        return completion("\\boxed{0}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def client(server, memory):
+    client = JudgeClient(JudgeSettings(model="genrm", timeout_seconds=5), server.url, memory=memory)
+    yield client
+    await client.close()
+
+
+async def test_equal_questions_under_way_share_one_call(server, client):
+    server.answers = [gate := Gate()]
+    question = {"problem": "p", "reference": "7", "solution": "one"}
+    tasks = [asyncio.create_task(client.judge(**question)) for _ in range(8)]
+    await until(lambda: server.requests)
+    gate.open.set()
+    judgements = await asyncio.gather(*tasks)
+    assert {judgement.verdict for judgement in judgements} == {Verdict(index=0)}
+    assert sum(not judgement.from_memory for judgement in judgements) == 1 == len(server.requests)
+
+
+@pytest.mark.parametrize("cancelled", [0, 1], ids=["who asked first", "who joined"])
+async def test_caller_that_is_cancelled_takes_nothing_from_others(server, client, cancelled):
+    server.answers = [gate := Gate()]
+    question = {"problem": "p", "reference": "7", "solution": "one"}
+    tasks = [asyncio.create_task(client.judge(**question)) for _ in range(3)]
+    await until(lambda: server.requests)
+    tasks[cancelled].cancel()
+    await asyncio.sleep(0)
+    gate.open.set()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(done.pop(cancelled), asyncio.CancelledError)
+    assert [judgement.verdict.index for judgement in done] == [0, 0] and len(server.requests) == 1
+
+
+async def test_answer_that_nobody_waits_for_any_more_is_remembered(server, client, memory):
+    server.answers = [gate := Gate()]
+    task = asyncio.create_task(client.judge(problem="p", reference="7", solution="one"))
+    await until(lambda: server.requests)
+    task.cancel()
+    gate.open.set()
+    await until(lambda: not client._under_way)
+    assert (await client.judge(problem="p", reference="7", solution="one")).from_memory
+    assert len(server.requests) == 1
+
+
+async def test_closing_ends_what_is_under_way(server, client):
+    server.answers = [Gate()]
+    task = asyncio.create_task(client.judge(problem="p", reference="7", solution="one"))
+    await until(lambda: server.requests)
+    await client.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_judgements_that_come_in_while_others_are_written_are_written_together(server, client, memory):
+    server.answers = [says("\\boxed{0}")]
+    written = []
+    put_many = memory.put_many
+    memory.put_many = lambda judgements: (written.append(len(judgements)), put_many(judgements))
+    await asyncio.gather(*(client.judge(problem="p", reference="7", solution=f"{i}") for i in range(50)))
+    assert sum(written) == 50 and len(written) < 50
+    assert all([(await client.judge(problem="p", reference="7", solution=f"{i}")).from_memory for i in range(50)])
+
+
+SCRIPTS = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # solution
+        st.integers(0, 20),  # ms until it is asked for
+        st.one_of(st.none(), st.integers(0, 40)),  # ms until its caller is cancelled
+    ),
+    min_size=1,
+    max_size=12,
+)
+FAULTS = st.lists(st.sampled_from(["", "", "500", "503", "cut", "late", "no text"]), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(script=SCRIPTS, faults=FAULTS)
+def test_no_caller_loses_doubles_or_swaps_a_verdict_whatever_fails_or_is_cancelled(script, faults):
+    """Callers come, share, and go; the server fails; the client is closed and made again in the middle."""
+
+    def truth(text: str) -> int:
+        return zlib.crc32(text.encode()) % 2 - 1
+
+    async def play(folder: str) -> None:
+        answered: Counter[str] = Counter()
+        calls = iter(faults)
+
+        async def answer(request: web.Request) -> web.Response:
+            prompt = (await request.json())["messages"][0]["content"]
+            fault = next(calls, "")
+            if fault == "late":
+                await asyncio.sleep(0.02)
+            if fault == "cut":
+                request.transport.abort()
+            if fault in ("500", "503"):
+                return web.Response(status=int(fault))
+            solution = prompt.partition("candidate ")[2][:1]
+            answered[solution] += fault != "no text"
+            return completion("" if fault == "no text" else f"\\boxed{{{truth(solution)}}}")
+
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        async with TestServer(app) as server:
+            memory = VerdictMemory(Path(folder, "verdicts.sqlite"), max_entries=100)
+            client = JudgeClient(
+                JudgeSettings(model="m", timeout_seconds=5), str(server.make_url("")).rstrip("/"), memory=memory
+            )
+
+            async def call(solution: int, start: int, end: int | None) -> None:
+                await asyncio.sleep(start / 1000)
+                asking = client.judge(problem="p", reference="7", solution=f"candidate {solution}")
+                try:
+                    judgement = await asyncio.wait_for(asking, None if end is None else end / 1000)
+                except TimeoutError:
+                    return
+                assert judgement.verdict.index in (truth(str(solution)), None)
+                assert judgement.verdict.index is not None or judgement.verdict.reason is not None
+
+            try:
+                await asyncio.wait_for(asyncio.gather(*(call(*row) for row in script)), 20)
+            finally:
+                await client.close()
+            assert not client._under_way
+            assert max(answered.values(), default=0) <= 1 + faults.count("cut"), "an answer is asked for once"
+
+    with TemporaryDirectory() as folder:
+        asyncio.run(play(folder))

@@ -103,6 +103,8 @@ class JudgeClient:
         self._memory = memory
         self._checkpoint = checkpoint
         self._under_way: dict[str, asyncio.Task[Judgement]] = {}
+        self._unwritten: dict[str, tuple[Verdict, str]] = {}
+        self._writing = asyncio.Lock()
         self._template = read_template(settings.template)
         self._url = f"{address.rstrip('/')}/v1/chat/completions"
         self._session: aiohttp.ClientSession | None = None
@@ -137,8 +139,16 @@ class JudgeClient:
             verdict = Verdict(reason=UnknownReason.TIMEOUT)
             critique = f"no answer within {self._settings.timeout_seconds:g} s"
         if self._memory and verdict.reason not in _NOT_ANSWERED:
-            await asyncio.to_thread(self._memory.put, key, verdict, critique)
+            await self._remember(key, verdict, critique)
         return Judgement(verdict, critique, time.monotonic() - started, tokens)
+
+    async def _remember(self, key: str, verdict: Verdict, critique: str) -> None:
+        """Write a judgement, and whatever else came in while others were written."""
+        self._unwritten[key] = verdict, critique
+        async with self._writing:
+            if judgements := self._unwritten:
+                self._unwritten = {}
+                await asyncio.to_thread(self._memory.put_many, judgements)
 
     async def _ask(self, prompt: str, num_paragraphs: int, deadline: float) -> tuple[Verdict, str, int]:
         problem, failures, key = "", 0, uuid.uuid4().hex

@@ -98,8 +98,12 @@ class VerdictMemory:
 
     def put(self, key: str, verdict: Verdict, critique: str) -> None:
         """Keep a judgement, in place of what the key had."""
-        value = _pack(verdict, critique)
-        self._try(lambda db: _write(db, key, value, max_entries=self._max_entries))
+        self.put_many({key: (verdict, critique)})
+
+    def put_many(self, judgements: Mapping[str, tuple[Verdict, str]]) -> None:
+        """Keep judgements by key; many take hardly longer than one."""
+        rows = [(key, _pack(*judgement)) for key, judgement in judgements.items()]
+        self._try(lambda db: _write(db, rows, max_entries=self._max_entries))
 
     def close(self) -> None:
         """Nothing to do: no call leaves the file open."""
@@ -163,12 +167,11 @@ def _is_empty(db: sqlite3.Connection) -> bool:
     return _version(db) == 0 and db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
 
-def _write(db: sqlite3.Connection, key: str, value: bytes, *, max_entries: int) -> None:
+def _write(db: sqlite3.Connection, rows: list[tuple[str, bytes]], *, max_entries: int) -> None:
     """Ids have no gaps, since only the oldest are ever deleted: so nothing need be counted."""
     db.execute("BEGIN IMMEDIATE")
-    db.execute(
-        "INSERT INTO verdicts (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-        (key, value),
+    db.executemany(
+        "INSERT INTO verdicts (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", rows
     )
     db.execute("DELETE FROM verdicts WHERE id <= (SELECT max(id) FROM verdicts) - ?", (max_entries,))
     db.execute("COMMIT")
