@@ -45,6 +45,21 @@ def run(*command: str, **options: object) -> str:
     return done.stdout
 
 
+def files_of(package: str) -> str:
+    """A program that prints what an installed package holds."""
+    return (
+        "from importlib.resources import files\n"
+        "def show(folder, prefix=''):\n"
+        "    for entry in folder.iterdir():\n"
+        "        name = prefix + entry.name\n"
+        "        if entry.is_dir() and entry.name != '__pycache__':\n"
+        "            show(entry, name + '/')\n"
+        "        elif name.endswith(('.py', '.yaml')):\n"
+        "            print(name)\n"
+        f"show(files({package!r}))\n"
+    )
+
+
 @pytest.mark.parametrize("kind", ["ordinary", "editable", "wheel"])
 def test_composed_config_holds_the_penalty(kind, request, tmp_path):
     environment = tmp_path / "venv"
@@ -60,6 +75,11 @@ def test_composed_config_holds_the_penalty(kind, request, tmp_path):
         run(*install, *(["--editable"] if kind == "editable" else []), str(request.getfixturevalue("sources")))
     where = run(str(python), "-c", "import verl_fapo; print(verl_fapo.__file__)", cwd=tmp_path).strip()
     assert not where.startswith(str(ROOT)), "the installation under test is the one that runs"
+    for package, folder in (("verl_fapo", "verl_fapo"), ("verl_fapo.recipes", "recipes")):
+        ours = {str(path.relative_to(ROOT / folder)) for suffix in ("py", "yaml") for path in
+                (ROOT / folder).rglob(f"*.{suffix}")}  # fmt: skip
+        installed = set(run(str(python), "-c", files_of(package), cwd=tmp_path).split())
+        assert ours <= installed, "all that is in the clone is in the installation"
     command = ["-m", "verl.trainer.main_ppo", "+recipe=fapo", "+recipe/device=cpu", "fapo.penalty=0.25", "--cfg", "job"]
     config = yaml.safe_load(run(str(python), *command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}))
     assert config["fapo"]["penalty"] == 0.25
