@@ -92,6 +92,18 @@ MISTAKES = [
         ["ppo_mini_batch_size=3", "2 data-parallel devices"],
         id="mini-batch over the devices",
     ),
+    *(
+        pytest.param(
+            [
+                f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size}",
+                "trainer.n_gpus_per_node=3",
+                "ray_kwargs.ray_init.num_gpus=4",
+            ],
+            [f"ulysses_sequence_parallel_size={size} does not divide the trainer's 3 devices"],
+            id=f"sequences over {size} of 3 devices",
+        )
+        for size in (2, 8)
+    ),
     pytest.param(["data.max_response_length=8000"], ["= 8512", "max_position_embeddings=8192"], id="policy's context"),
     pytest.param(
         ["fapo.judge.on_unknown=neutral", "algorithm.adv_estimator=gae"],

@@ -96,7 +96,8 @@ def check_recipe(config: DictConfig) -> None:
     recipe, size, device = (choices.get(group) for group in ("recipe", "recipe/size", "recipe/device"))
     if size and not recipe:
         fitting = [f"+recipe={name}" for name, sizes in RECIPES.items() if size in sizes]
-        raise SettingsError(f"recipe/size={size} without a recipe trains without FAPO; add {_either(fitting)}")
+        way_out = f"add {_either(fitting)}" if fitting else "remove it, as it is a part of other sizes"
+        raise SettingsError(f"recipe/size={size} without a recipe trains without FAPO; {way_out}")
     sizes = RECIPES.get(recipe)
     if sizes is None:
         return
@@ -235,8 +236,14 @@ def own_devices(config: DictConfig) -> float | None:
 def check_sizes(config: DictConfig) -> None:
     """What veRL finds out only after the first rollouts, or cuts without a word."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node // actor.ulysses_sequence_parallel_size
-    if actor.strategy.startswith("fsdp") and (actor.ppo_mini_batch_size * rollout.n) % max(devices, 1):
+    total = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    devices, rest = divmod(total, actor.ulysses_sequence_parallel_size)
+    if rest or not devices:
+        raise SettingsError(
+            f"ulysses_sequence_parallel_size={actor.ulysses_sequence_parallel_size} does not divide the trainer's "
+            f"{total} devices (trainer.nnodes x trainer.n_gpus_per_node); change one of them"
+        )
+    if actor.strategy.startswith("fsdp") and (actor.ppo_mini_batch_size * rollout.n) % devices:
         raise SettingsError(
             f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} times rollout.n={rollout.n} must be divisible by "
             f"the trainer's {devices} data-parallel devices; change one of the three"
