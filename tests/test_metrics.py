@@ -21,19 +21,20 @@ RIGHT = {
 }  # fmt: skip
 FLAWED = RIGHT | {"flawed": 1.0, "judge_seconds": 4.0, "scored_at": 104.0}
 UNKNOWN = RIGHT | {"unknown": 1.0, "reason": "no_box", "judge_seconds": 6.0}
-REMEMBERED = RIGHT | {"from_memory": 1.0, "judge_seconds": 0.1, "judge_tokens": 0.0}
+REMEMBERED = RIGHT | {"from_memory": 1.0, "judge_seconds": 0.1, "judge_tokens": 0.0, "generated_at": 101.0}
 NOT_JUDGED = RIGHT | {"judged": 0.0, "judge_seconds": 0.0, "judge_tokens": 0.0, "scored_at": 100.0}
 WRONG = NOT_JUDGED | {"acc": 0.0}
+BROKEN = WRONG | {"judged": 1.0, "unknown": 1.0, "reason": "error"}
+"""A row that could not be read: its reward is -1 whatever ``on_unknown`` says."""
+
 REWARDS = {"keep": 1.0, "neutral": 1.0, "penalise": 0.0}
 
 
-def rollouts(*groups: list[dict], unknown_reward: float = 1.0) -> list[ScoredRollout]:
-    """Rollouts with the rewards of penalty 1."""
-
+def rollouts(*groups: list[dict], unknown_reward: float = 1.0, penalty: float = 1.0) -> list[ScoredRollout]:
     def reward(extra: dict) -> float:
-        if extra["unknown"]:
+        if extra["unknown"] and extra["acc"]:
             return unknown_reward
-        return 2 * extra["acc"] - 1 - extra["flawed"]
+        return 2 * extra["acc"] - 1 - penalty * extra["flawed"]
 
     return [
         ScoredRollout(key=f"u{group}_{session}_0", reward=reward(extra), extras=extra)
@@ -54,7 +55,7 @@ COUNTS = {
     "fapo/judge_tokens": 50.0,
     "fapo/judge_seconds/p50": 4.0,
     "fapo/judge_seconds/p99": 5.92,
-    "fapo/wait_seconds": 4.0,
+    "fapo/wait_seconds": 104.0 - 101.0,
     "fapo/flawed_rate": 3 / 5,
     "fapo/flawed_rate/group_accuracy_to_0.5": 1 / 2,
     "fapo/flawed_rate/group_accuracy_to_1": 2 / 3,
@@ -100,25 +101,104 @@ def test_phase_is_a_number_that_grows_with_the_right_rollouts(right, phase):
     assert fapo_metrics(step, penalty=1.0, on_unknown="keep")["fapo/phase"] == phase
 
 
+@pytest.mark.parametrize(
+    ("penalty", "mean", "variance", "phase"),
+    [
+        pytest.param(0.0, 0.0, 1.0, 0.0, id="0: as without a judge"),
+        pytest.param(0.5, -0.125, 1 / 4 + 1 / 2 + 1 / 4 * 0.5**2 - 0.125**2, 0.0, id="0.5"),
+        pytest.param(2.0, -0.5, 3 / 4, 1.0, id="2: flawed is as bad as wrong"),
+    ],
+)
+def test_prediction_is_that_of_the_penalty(penalty, mean, variance, phase):
+    step = rollouts([RIGHT, FLAWED, WRONG, WRONG], penalty=penalty)
+    metrics = fapo_metrics(step, penalty=penalty, on_unknown="keep")
+    assert metrics["fapo/reward_mean"] == metrics["fapo/reward_mean_predicted"] == pytest.approx(mean)
+    assert metrics["fapo/reward_std"] == pytest.approx(math.sqrt(variance))
+    assert metrics["fapo/reward_std_predicted"] == pytest.approx(math.sqrt(variance))
+    assert metrics["fapo/phase"] == phase
+
+
+@pytest.mark.parametrize(
+    ("wrong", "flawed", "bucket"),
+    [
+        pytest.param(6, 1, "0.25", id="2 of 8"),
+        pytest.param(5, 1, "0.5", id="3 of 8"),
+        pytest.param(4, 1, "0.5", id="4 of 8"),
+        pytest.param(2, 1, "0.75", id="6 of 8"),
+        pytest.param(1, 1, "1", id="7 of 8"),
+        pytest.param(0, 1, "1", id="8 of 8"),
+    ],
+)
+def test_flawed_rate_is_split_by_the_groups_accuracy(wrong, flawed, bucket):
+    step = rollouts([WRONG] * wrong + [FLAWED] * flawed + [RIGHT] * (8 - wrong - flawed))
+    metrics = fapo_metrics(step, penalty=1.0, on_unknown="keep")
+    split = {name: value for name, value in metrics.items() if "group_accuracy" in name}
+    assert split == {f"fapo/flawed_rate/group_accuracy_to_{bucket}": flawed / (8 - wrong)}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "share"),
+    [
+        pytest.param([[1.0, 1.0], [0.0, 1.0]], 0.5, id="one of two groups"),
+        pytest.param([[0.1 + 0.2, 0.3]], 1.0, id="up to rounding"),
+        pytest.param([[0.5, 0.50001]], 0.0, id="a little is something"),
+        pytest.param([[1.0], [0.0]], 1.0, id="groups of one"),
+    ],
+)
+def test_group_without_variance_has_one_reward(rewards, share):
+    step = [
+        ScoredRollout(key=f"u{group}_{session}_0", reward=reward, extras=RIGHT)
+        for group, of_group in enumerate(rewards)
+        for session, reward in enumerate(of_group)
+    ]
+    assert fapo_metrics(step, penalty=1.0, on_unknown="keep")["fapo/groups_without_variance"] == share
+
+
+@pytest.mark.parametrize(
+    "on_unknown",
+    [
+        "keep",
+        pytest.param("penalise", marks=pytest.mark.xfail(strict=True, reason="counted as wrong and as flawed")),
+    ],
+)
+@pytest.mark.parametrize("others", [pytest.param([RIGHT], id="beside another"), pytest.param([], id="alone")])
+def test_row_that_could_not_be_scored_is_a_wrong_one(on_unknown, others):
+    metrics = fapo_metrics(rollouts([BROKEN, *others]), penalty=1.0, on_unknown=on_unknown)
+    assert (metrics["fapo/beta"], metrics["fapo/gamma"]) == (1 / (1 + len(others)), 0.0)
+    assert metrics["fapo/reward_mean"] == metrics["fapo/reward_mean_predicted"]
+
+
 def test_shaping_of_long_responses_is_the_difference_to_the_prediction():
     step = [ScoredRollout(key=one.key, reward=one.reward - 0.5, extras=one.extras) for one in rollouts([RIGHT, WRONG])]
     metrics = fapo_metrics(step, penalty=1.0, on_unknown="keep")
     assert (metrics["fapo/reward_mean"], metrics["fapo/reward_mean_predicted"]) == (-0.5, 0.0)
 
 
+SECONDS = {"fapo/judge_seconds/p50", "fapo/judge_seconds/p99"}
+SOMETIMES = {"fapo/flawed_rate", "fapo/unknown_rate", "fapo/rho", *SECONDS}
+ALWAYS = {
+    *("fapo/accuracy", "fapo/judged", "fapo/flawed", "fapo/unknown", "fapo/from_memory", "fapo/judge_tokens"),
+    *("fapo/wait_seconds", "fapo/groups_without_variance", "fapo/alpha", "fapo/beta", "fapo/gamma", "fapo/phase"),
+    *("fapo/reward_mean", "fapo/reward_mean_predicted", "fapo/reward_std", "fapo/reward_std_predicted"),
+}
+
+
 @pytest.mark.parametrize(
     ("step", "left_out"),
     [
-        pytest.param([WRONG, NOT_JUDGED], {"fapo/flawed_rate", "fapo/unknown_rate", "fapo/judge_seconds/p50"}, id="0"),
-        pytest.param([UNKNOWN], {"fapo/flawed_rate", "fapo/flawed_rate/group_accuracy_to_1"}, id="all unknown"),
-        pytest.param([REMEMBERED], {"fapo/judge_seconds/p50", "fapo/judge_seconds/p99"}, id="all remembered"),
+        pytest.param([RIGHT, WRONG], set(), id="nothing"),
+        pytest.param([NOT_JUDGED, WRONG], {"fapo/flawed_rate", "fapo/unknown_rate", *SECONDS}, id="none judged"),
+        pytest.param([UNKNOWN, WRONG], {"fapo/flawed_rate"}, id="all unknown"),
+        pytest.param([REMEMBERED, WRONG], SECONDS, id="all remembered"),
         pytest.param([RIGHT], {"fapo/rho"}, id="none wrong"),
         pytest.param([FLAWED], {"fapo/rho"}, id="all flawed"),
     ],
 )
 def test_what_would_be_a_share_of_nothing_is_left_out(step, left_out):
     metrics = fapo_metrics(rollouts(step), penalty=1.0, on_unknown="keep")
-    assert metrics and not left_out & metrics.keys()
+    names = {name for name in metrics if "group_accuracy" not in name and not name.startswith("fapo/unknown/")}
+    assert names == (ALWAYS | SOMETIMES) - left_out
+    assert any("group_accuracy" in name for name in metrics) == ("fapo/flawed_rate" in metrics)
     assert all(map(math.isfinite, metrics.values()))
 
 
@@ -187,11 +267,14 @@ def test_quality_leaves_out_what_has_no_denominator(lessons, names):
 
 def test_step_of_a_judge_in_training_has_its_quality_and_its_rewards():
     step = [ScoredRollout(key=f"u{i // 4}_{i}_0", reward=i // 4 * (i % 2), extras=e) for i, e in enumerate(LESSONS)]
-    metrics = genrm_metrics(step)
-    assert metrics["fapo_genrm/accuracy"] == 0.5
-    assert metrics["fapo_genrm/reward_mean"] == 0.25
-    assert metrics["fapo_genrm/reward_std"] == pytest.approx(math.sqrt(3) / 4)
-    assert metrics["fapo_genrm/groups_without_variance"] == 0.5
+    assert genrm_metrics(step) == pytest.approx(
+        {f"fapo_genrm/{name}": value for name, value in judge_quality(LESSONS).items()}
+        | {
+            "fapo_genrm/reward_mean": 2 / 8,
+            "fapo_genrm/reward_std": math.sqrt(3) / 4,
+            "fapo_genrm/groups_without_variance": 1 / 2,
+        }
+    )
 
 
 def test_validation_is_summarised_by_data_source():

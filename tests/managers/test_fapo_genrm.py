@@ -13,8 +13,8 @@ EXTRAS = {
     "acc": float, "judged": float, "flawed": float, "unknown": float, "reason": str, "truly_flawed": float,
     "distance": float,
 }  # fmt: skip
-CUT_OFF = 1000
-"""A limit that no critique here reaches."""
+LIMIT = 1000
+"""Tokens, more than any critique here has."""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ async def make_manager(compose, tokenizer, tmp_path):
 
     def make_manager(*overrides: str):
         config = compose(
-            "+recipe=fapo_genrm", f"fapo.run_dir={tmp_path}", f"data.max_response_length={CUT_OFF}", *overrides
+            "+recipe=fapo_genrm", f"fapo.run_dir={tmp_path}", f"data.max_response_length={LIMIT}", *overrides
         )
         return get_reward_manager_cls("fapo_genrm")(config, tokenizer, compute_score=None)
 
@@ -75,6 +75,11 @@ async def test_critique_is_scored_by_its_verdict_and_recorded(
     (record,) = read_lines(part)
     assert (record["id"], record["critique"], record["reward"]) == ("abc_3", text, reward)
     assert (record["correct"], record["ground_truth"]) == (bool(flags[0]), str(label))
+    predicted = None if flags[2] else int(text[7:-1])
+    verdict = "unknown" if flags[2] else "flawed" if flags[1] else "clean"
+    assert (record["verdict"], record["index"]) == (verdict, predicted)
+    assert record["answer"] == (None if predicted is None else str(predicted))
+    assert record["problem"] == PROMPT
     assert record["solution"] == "Three.\n\nFour.\n\nSeven.\n\nSo \\boxed{7}."
 
 
