@@ -124,6 +124,11 @@ MISTAKES = [
     pytest.param(
         ["fapo.genrm.placement=none", "fapo.penalty=1"], ["set penalty to 0, or name a judge"], id="penalty, no judge"
     ),
+    pytest.param(
+        ["data.max_response_length=8000", "+actor_rollout_ref.model.override_config.max_position_embeddings=16384"],
+        ["override_config.max_position_embeddings=16384 does not reach", "reads 8192 in", "write 16384 there"],
+        id="context that the rollouts' engine does not see",
+    ),
     pytest.param(["data.train_files=/no.parquet"], ["data.train_files='/no.parquet'", "no such file"], id="no data"),
     pytest.param(["data.prompt_key=question"], ["no column 'question'"], id="prompt column missing"),
 ]

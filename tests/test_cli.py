@@ -90,6 +90,39 @@ def test_prepare_refuses_another_form_and_writes_nothing(tmp_path, source, name,
     assert not (tmp_path / "out.parquet").exists()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "label", "total", "said"),
+    [
+        pytest.param('[{"content": "s"}, {"content": "?"}]', 0, 3, "one message", id="system message"),
+        pytest.param('[{"content": "?"}]', -1, 0, "no index of its 0 paragraphs", id="no paragraphs"),
+        pytest.param('[{"content": "\\ud800"}]', 0, 3, "parquet can not hold", id="lone surrogate"),
+        pytest.param('[{"content": "?"}]', 10**30, 10**31, "parquet can not hold", id="number without end"),
+    ],
+)
+def test_row_that_can_not_be_a_lesson_is_refused(tmp_path, prompt, label, total, said):
+    row = f'"prompt": {prompt}, "reward_model": {{"ground_truth": {label}}}, "extra_info": {{"total_steps": {total}}}'
+    (tmp_path / "in.jsonl").write_text(f"{{{row}}}\n")
+    result = CliRunner().invoke(main, ["prepare", "fapo_critic", str(tmp_path / "in.jsonl"), str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert said in result.output and len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "row"),
+    [
+        ("gsm8k", '{"question": "?", "answer": "#### 7"}'),
+        (
+            "fapo_critic",
+            '{"prompt": [{"content": "?"}], "reward_model": {"ground_truth": 0}, "extra_info": {"total_steps": 1}}',
+        ),
+    ],
+)
+def test_blank_lines_are_none(tmp_path, source, row):
+    (tmp_path / "in.jsonl").write_text(f"{row}\n\n{row}\n \n")
+    result = CliRunner().invoke(main, ["prepare", source, str(tmp_path / "in.jsonl"), str(tmp_path / "out")])
+    assert "2 rows" in result.output, result.output
+
+
 @pytest.mark.parametrize("label", ["7", "-2", "true", '"0"', "0.0", "null"])
 def test_label_that_is_no_paragraph_is_refused_with_its_row(tmp_path, label):
     row = '{"prompt": [{"content": "?"}], "reward_model": {"ground_truth": %s}, "extra_info": {"total_steps": 7}}\n'

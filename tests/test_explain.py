@@ -26,6 +26,7 @@ JUDGED = {
     "judge_seconds": 2.5,
     "from_memory": False,
     "reward": 0.0,
+    "reward_for_length": 0.0,
 }
 CLEAN = JUDGED | {"critique": "\\boxed{-1}", "verdict": "clean", "index": -1, "reward": 1.0}
 UNKNOWN = JUDGED | {"critique": "hm", "verdict": "unknown", "index": None, "reason": "no_box", "reward": 1.0}
@@ -118,10 +119,21 @@ def test_each_part_says_how_it_came_about(run, record, line):
     assert line in run.explain("abc_1")
 
 
-def test_length_has_its_part_in_the_reward(run):
-    (run.folder.root / "config.yaml").write_text("fapo:\n  overlong:\n    buffer: 4\n")
-    run.add("abc_1", JUDGED | {"reward": -0.25})
-    assert "reward     -0.25: +1 as it is right, -1.25 for flawed and its length" in run.explain("abc_1")
+@pytest.mark.parametrize(
+    ("record", "reward", "said"),
+    [
+        (JUDGED, -0.25, "-0.25: +1 as it is right, -1 for flawed, -0.25 for its length"),
+        (JUDGED, 0.75, "0.75: +1 as it is right, -0.25 for its length"),
+        (CLEAN, 0.75, "0.75: +1 as it is right, -0.25 for its length"),
+        (UNKNOWN, 0.75, "0.75: +1 as it is right, -0.25 for its length"),
+        (NOT_JUDGED, 0.75, "0.75: +1 as it is right, -0.25 for its length"),
+        (WRONG, -1.25, "-1.25: -1 as it is wrong, -0.25 for its length"),
+    ],
+    ids=["flawed", "flawed, penalty 0", "clean", "unknown is kept", "not judged", "wrong"],
+)
+def test_length_has_its_own_part_in_the_reward(run, record, reward, said):
+    run.add("abc_1", record | {"reward": reward, "reward_for_length": -0.25})
+    assert f"reward     {said}" in run.explain("abc_1")
 
 
 def test_paragraphs_are_those_of_the_scope_that_was_judged(run):

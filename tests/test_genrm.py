@@ -62,6 +62,28 @@ def group(**genrm: object) -> GenRMGroup:
     return GenRMGroup(parse_settings({"judge": {"model": "m"}, "genrm": genrm}))
 
 
+@pytest.mark.parametrize(
+    ("sha", "name"),
+    [
+        pytest.param("abc", "org/judge at abc", id="as the hub says"),
+        pytest.param(None, "org/judge at an unknown revision", id="offline, and not in the cache"),
+    ],
+)
+def test_judge_of_the_hub_is_known_by_its_commit(monkeypatch, sha, name):
+    def model_info(model: str) -> mock.Mock:
+        if sha is None:
+            raise OSError("offline")
+        return mock.Mock(sha=sha)
+
+    monkeypatch.setattr("verl_fapo.genrm.model_info", model_info)
+    monkeypatch.setattr("verl_fapo.genrm.HFModelConfig", lambda path: mock.Mock(local_path=path))
+    monkeypatch.setattr("verl_fapo.genrm.RouterActor", mock.Mock())
+    monkeypatch.setattr("ray.get", lambda *_, **__: "http://router:1")
+    standalone = GenRMGroup(parse_settings({"judge": {"model": "org/judge"}}))
+    standalone.start_router(mock.Mock(max_num_seqs=8))
+    assert (standalone.model, standalone.checkpoint) == ("org/judge", name)
+
+
 def test_external_judge_starts_nothing():
     external = group(placement="external", endpoints=["http://h:1"])
     external.start_router(None)

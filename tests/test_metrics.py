@@ -13,6 +13,7 @@ from verl_fapo.metrics import (
     fapo_validation,
     genrm_metrics,
     judge_quality,
+    wait_seconds,
 )
 
 RIGHT = {
@@ -21,7 +22,7 @@ RIGHT = {
 }  # fmt: skip
 FLAWED = RIGHT | {"flawed": 1.0, "judge_seconds": 4.0, "scored_at": 104.0}
 UNKNOWN = RIGHT | {"unknown": 1.0, "reason": "no_box", "judge_seconds": 6.0}
-REMEMBERED = RIGHT | {"from_memory": 1.0, "judge_seconds": 0.1, "judge_tokens": 0.0, "generated_at": 101.0}
+REMEMBERED = RIGHT | {"from_memory": 1.0, "judge_seconds": 0.1, "judge_tokens": 0.0}
 NOT_JUDGED = RIGHT | {"judged": 0.0, "judge_seconds": 0.0, "judge_tokens": 0.0, "scored_at": 100.0}
 WRONG = NOT_JUDGED | {"acc": 0.0}
 BROKEN = WRONG | {"judged": 1.0, "unknown": 1.0, "reason": "error"}
@@ -55,7 +56,6 @@ COUNTS = {
     "fapo/judge_tokens": 50.0,
     "fapo/judge_seconds/p50": 4.0,
     "fapo/judge_seconds/p99": 5.92,
-    "fapo/wait_seconds": 104.0 - 101.0,
     "fapo/flawed_rate": 3 / 5,
     "fapo/flawed_rate/group_accuracy_to_0.5": 1 / 2,
     "fapo/flawed_rate/group_accuracy_to_1": 2 / 3,
@@ -154,18 +154,37 @@ def test_group_without_variance_has_one_reward(rewards, share):
     assert fapo_metrics(step, penalty=1.0, on_unknown="keep")["fapo/groups_without_variance"] == share
 
 
-@pytest.mark.parametrize(
-    "on_unknown",
-    [
-        "keep",
-        pytest.param("penalise", marks=pytest.mark.xfail(strict=True, reason="counted as wrong and as flawed")),
-    ],
-)
+@pytest.mark.parametrize("on_unknown", ["keep", "penalise"])
 @pytest.mark.parametrize("others", [pytest.param([RIGHT], id="beside another"), pytest.param([], id="alone")])
 def test_row_that_could_not_be_scored_is_a_wrong_one(on_unknown, others):
     metrics = fapo_metrics(rollouts([BROKEN, *others]), penalty=1.0, on_unknown=on_unknown)
     assert (metrics["fapo/beta"], metrics["fapo/gamma"]) == (1 / (1 + len(others)), 0.0)
     assert metrics["fapo/reward_mean"] == metrics["fapo/reward_mean_predicted"]
+
+
+@pytest.mark.parametrize(
+    ("on_unknown", "share"),
+    [
+        pytest.param("keep", 1 / 4, id="keep: those of the wrong"),
+        pytest.param("neutral", 3 / 4, id="neutral: and those in which one or none is compared"),
+    ],
+)
+def test_rollout_that_is_left_out_has_no_part_in_the_variance(on_unknown, share):
+    step = rollouts([UNKNOWN, WRONG], [UNKNOWN, BROKEN], [WRONG] * 2, [UNKNOWN, WRONG, RIGHT])
+    assert fapo_metrics(step, penalty=1.0, on_unknown=on_unknown)["fapo/groups_without_variance"] == share
+
+
+@pytest.mark.parametrize(
+    ("times", "seconds"),
+    [
+        pytest.param([(100.0, 102.0), (101.0, 101.5)], 1.0, id="from the last rollout to the last reward"),
+        pytest.param([(100.0, 104.0), (109.0, 109.0)], 0.0, id="judged before the last rollout ends"),
+        pytest.param([], 0.0, id="no rollouts"),
+    ],
+)
+def test_wait_is_for_judgements_alone(times, seconds):
+    extras = [RIGHT | {"generated_at": generated, "scored_at": scored} for generated, scored in times]
+    assert wait_seconds(rollouts(extras)) == seconds
 
 
 def test_shaping_of_long_responses_is_the_difference_to_the_prediction():
@@ -178,7 +197,7 @@ SECONDS = {"fapo/judge_seconds/p50", "fapo/judge_seconds/p99"}
 SOMETIMES = {"fapo/flawed_rate", "fapo/unknown_rate", "fapo/rho", *SECONDS}
 ALWAYS = {
     *("fapo/accuracy", "fapo/judged", "fapo/flawed", "fapo/unknown", "fapo/from_memory", "fapo/judge_tokens"),
-    *("fapo/wait_seconds", "fapo/groups_without_variance", "fapo/alpha", "fapo/beta", "fapo/gamma", "fapo/phase"),
+    *("fapo/groups_without_variance", "fapo/alpha", "fapo/beta", "fapo/gamma", "fapo/phase"),
     *("fapo/reward_mean", "fapo/reward_mean_predicted", "fapo/reward_std", "fapo/reward_std_predicted"),
 }
 
@@ -211,9 +230,9 @@ def test_neutral_step_in_which_all_are_unknown_has_no_shares():
     assert metrics["fapo/unknown"] == 2.0 and "fapo/alpha" not in metrics
 
 
-def test_group_and_id_are_read_from_verls_key():
-    one = ScoredRollout(key="a_b_3_0", reward=1.0, extras={})
-    assert (one.group, one.id) == ("a_b", "a_b_3")
+def test_group_id_and_index_are_read_from_verls_key():
+    one = ScoredRollout(key="a_b_3_12", reward=1.0, extras={})
+    assert (one.group, one.id, one.index) == ("a_b", "a_b_3", 12)
 
 
 def lesson(*, flawed: bool, truly: bool, distance: float = 0.0, unknown: bool = False) -> dict:

@@ -117,6 +117,7 @@ def test_resumed_run_asks_nothing_that_was_answered(train, judge_server):
 
     judge = judge_server(reply)
     every_step = ["trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+    every_step.append("fapo.memory.path=kept.sqlite")
     training = train(*judge.overrides(), *every_step, "trainer.total_training_steps=50")
     training.wait_for(lambda: len(training.run.metrics()) >= 2)
     time.sleep(random.uniform(0, 2))
@@ -136,6 +137,7 @@ def test_resumed_run_asks_nothing_that_was_answered(train, judge_server):
     assert {line["id"] for line in before} <= {line["id"] for line in after}, "nothing is lost"
     assert len({line["id"] for line in after}) == len(after), "nothing is doubled"
     assert any(line["from_memory"] for line in after if line["id"] not in {line["id"] for line in before})
+    assert (training.folder / "kept.sqlite").is_file(), "in the folder of the command, not of a worker"
 
 
 def test_training_on_gsm8k(train, tmp_path, shared_data):

@@ -254,13 +254,18 @@ def check_sizes(config: DictConfig) -> None:
             f"fapo.overlong.buffer={buffer} is more than data.max_response_length={longest}; lower it, or set it to 0"
         )
     model = config.actor_rollout_ref.model
-    context = _read_json(Path(model.path, "config.json"), "actor_rollout_ref.model.path").get("max_position_embeddings")
-    context = model.override_config.get("max_position_embeddings", context)
+    own = _read_json(Path(model.path, "config.json"), "actor_rollout_ref.model.path").get("max_position_embeddings")
+    override = model.override_config.get("max_position_embeddings", own)
     needed = config.data.max_prompt_length + config.data.max_response_length
-    if isinstance(context, int) and needed > context:
+    if isinstance(override, int) and needed > override:
         raise SettingsError(
             f"data.max_prompt_length + data.max_response_length = {needed} is more than the policy's context "
-            f"(max_position_embeddings={context}), and answers would be cut without a word; lower them"
+            f"(max_position_embeddings={override}), and answers would be cut without a word; lower them"
+        )
+    if isinstance(own, int) and needed > own:
+        raise SettingsError(
+            f"actor_rollout_ref.model.override_config.max_position_embeddings={override} does not reach the rollouts' "
+            f"engine, which reads {own} in {model.path}/config.json and refuses {needed} tokens; write {override} there"
         )
 
 

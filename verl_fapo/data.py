@@ -54,7 +54,7 @@ def gsm8k_rows(path: Path, *, split: str, limit: int | None = None) -> Iterator[
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as file:
-            for index, line in enumerate(islice(file, limit)):
+            for index, line in enumerate(islice(filter(str.strip, file), limit)):
                 yield _gsm8k_row(line, split=split, index=index)
     except (OSError, EOFError, ValueError, LookupError, TypeError, RecursionError) as exc:
         raise DataError(f"{path} is no GSM8K file: line with 'question' and 'answer' expected ({exc!r})") from exc
@@ -102,7 +102,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
         return
     with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+        yield from map(json.loads, filter(str.strip, file))
 
 
 def _fapo_critic_row(row: Mapping[str, Any], *, split: str, index: int) -> dict[str, Any]:
@@ -111,9 +111,9 @@ def _fapo_critic_row(row: Mapping[str, Any], *, split: str, index: int) -> dict[
         row["reward_model"]["ground_truth"],
         row["extra_info"]["total_steps"],
     )
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f"row {index + 1} has no prompt")
-    if type(label) is not int or type(total) is not int or not -1 <= label < total:
+    if not isinstance(prompt, str) or not prompt or len(row["prompt"]) > 1:
+        raise ValueError(f"row {index + 1} has no prompt of one message")
+    if type(label) is not int or type(total) is not int or not -1 <= label < total or total < 1:
         raise ValueError(f"row {index + 1}: ground_truth {label!r} is no index of its {total!r} paragraphs")
     return critic_row(prompt, label, num_paragraphs=total, data_source="fapo_critic", split=split, index=index)
 
@@ -143,7 +143,10 @@ SOURCES = {"gsm8k": gsm8k_rows, "fapo_critic": fapo_critic_rows}
 
 def write_parquet(rows: Iterable[dict[str, Any]], path: Path) -> int:
     """Write rows, whole or not at all; returns how many."""
-    table = pyarrow.Table.from_pylist(list(rows))
+    try:
+        table = pyarrow.Table.from_pylist(list(rows))
+    except (pyarrow.ArrowException, OverflowError, UnicodeError) as exc:
+        raise DataError(f"{path}: parquet can not hold a value of these rows ({exc})") from exc
     if not len(table):
         raise DataError(f"no rows for {path}")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ def explain(root: Path, wanted: str, *, as_json: bool = False) -> Iterator[str]:
         if as_json:
             yield json.dumps({**record, "paragraphs": paragraphs})
         else:
-            yield from show(record, paragraphs, length_counts=bool((settings.get("overlong") or {}).get("buffer")))
+            yield from show(record, paragraphs)
 
 
 def telling(root: Path, *, as_json: bool = False) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _short(name: str) -> str:
     return f"{uid[:NAME_CHARS]}_{session}"
 
 
-def show(record: Record, paragraphs: Sequence[str] | None, *, length_counts: bool) -> Iterator[str]:
+def show(record: Record, paragraphs: Sequence[str] | None) -> Iterator[str]:
     """The lines that the command prints of one rollout."""
     where = "validation" if record["validation"] else "training"
     yield f"rollout    {harmless(record['id'])}, {where}, step {record['step']}"
@@ -148,7 +148,7 @@ def show(record: Record, paragraphs: Sequence[str] | None, *, length_counts: boo
         yield from _texts(record, paragraphs)
     yield f"answer     {_answer(record)}"
     yield f"verdict    {_verdict(record)}"
-    yield f"reward     {_reward(record, length_counts=length_counts)}"
+    yield f"reward     {_reward(record)}"
     yield f"advantage  {_advantage(record)}"
 
 
@@ -181,15 +181,13 @@ def _verdict(record: Record) -> str:
     return f"{describe(record).removeprefix('right, ')}, {source}"
 
 
-def _reward(record: Record, *, length_counts: bool) -> str:
-    rule, reward = (1 if record["correct"] else -1), record["reward"]
-    if abs(reward - rule) < NO_DIFFERENCE:
-        return f"{reward:g}"
-    causes = ["its length"] if length_counts else []
-    if record["correct"] and record["verdict"] != "clean":
-        causes.insert(0, "the distance" if _of_judge_in_training(record) else record["verdict"])
-    answer = "right" if record["correct"] else "wrong"
-    return f"{reward:g}: {rule:+d} as it is {answer}, {reward - rule:+g} for {' and '.join(causes)}"
+def _reward(record: Record) -> str:
+    reward, length, rule = record["reward"], record["reward_for_length"], 1 if record["correct"] else -1
+    cause = "the distance" if _of_judge_in_training(record) else record["verdict"]
+    parts = {cause: reward - length - rule, "its length": length}
+    told = [f"{part:+g} for {name}" for name, part in parts.items() if abs(part) > NO_DIFFERENCE]
+    answer = f"{rule:+d} as it is {'right' if record['correct'] else 'wrong'}"
+    return ", ".join([f"{reward:g}: {answer}", *told]) if told else f"{reward:g}"
 
 
 def _advantage(record: Record) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 import ray
+from huggingface_hub import model_info, try_to_load_from_cache
 from omegaconf import DictConfig, OmegaConf
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
@@ -148,10 +149,21 @@ class GenRMGroup:
 
 
 def _fingerprint(model: str) -> str:
+    if not Path(model).is_dir():
+        return f"{model} at {_revision(model)}"
     try:
         return checkpoint_fingerprint(Path(model))
     except OSError as exc:
         raise GenRMError(f"fapo.judge.model={model!r}: can not be read ({exc})") from exc
+
+
+def _revision(name: str) -> str:
+    """Commit of a model on the hub, or of what the cache has of it."""
+    try:
+        return model_info(name).sha
+    except (OSError, ValueError):  # offline, or not let in
+        config = try_to_load_from_cache(name, "config.json")
+        return Path(config).parent.name if isinstance(config, str) else "an unknown revision"
 
 
 def replica_config(rollout_config: DictConfig, settings: FAPOSettings) -> DictConfig:

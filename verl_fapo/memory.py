@@ -33,7 +33,9 @@ PAUSE_SECONDS = 5.0
 
 CHECKPOINT_SUFFIXES = frozenset((".safetensors", ".bin", ".json", ".jinja", ".model"))
 SMALL_FILE_BYTES = 2**20
-"""A smaller file of a checkpoint is known by its content, others by their time."""
+"""A smaller file of a checkpoint is known by its content, others by their time and parts of it."""
+
+NUM_PARTS, PART_BYTES = 16, 4096
 
 
 def memory_key(prompt: str, *, checkpoint: str, sampling: Mapping[str, float | int]) -> str:
@@ -48,7 +50,7 @@ def memory_key(prompt: str, *, checkpoint: str, sampling: Mapping[str, float | i
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """SHA-256 of names, sizes and times of a checkpoint's files, in hex; of small ones the content instead of the time.
+    """SHA-256 of names, sizes, times and parts of a checkpoint's files, in hex; of small files of all their content.
 
     The folder's own name has no part in it.
 
@@ -62,12 +64,23 @@ def checkpoint_fingerprint(folder: Path) -> str:
     return hashlib.sha256(_dump(traits)).hexdigest()
 
 
-def _file_trait(path: Path) -> tuple[str, int, int | str] | None:
+def _file_trait(path: Path) -> tuple[str, int, int | None, str] | None:
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         return None
     small = status.st_size < SMALL_FILE_BYTES
-    return path.name, status.st_size, hashlib.sha256(path.read_bytes()).hexdigest() if small else status.st_mtime_ns
+    content = path.read_bytes() if small else _parts(path, status.st_size)
+    return path.name, status.st_size, None if small else status.st_mtime_ns, hashlib.sha256(content).hexdigest()
+
+
+def _parts(path: Path, size: int) -> bytes:
+    """Some of a large file, from the first byte to the last: times alone are equal in some archives and images."""
+    parts = []
+    with path.open("rb") as file:
+        for number in range(NUM_PARTS):
+            file.seek((size - PART_BYTES) * number // (NUM_PARTS - 1))
+            parts.append(file.read(PART_BYTES))
+    return b"".join(parts)
 
 
 class VerdictMemory:

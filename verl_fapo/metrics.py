@@ -41,6 +41,11 @@ class ScoredRollout:
         return self.key.rpartition("_")[0]
 
     @property
+    def index(self) -> int:
+        """Of the sequence, where an agent loop made several."""
+        return int(self.key.rpartition("_")[2])
+
+    @property
     def group(self) -> str:
         """The prompt's ``uid``."""
         return self.id.rpartition("_")[0]
@@ -63,7 +68,7 @@ def fapo_metrics(rollouts: Sequence[ScoredRollout], *, penalty: float, on_unknow
     return {
         "fapo/accuracy": _mean(extra["acc"] for extra in extras),
         **_judgement_metrics(extras),
-        **_group_metrics(rollouts),
+        **_group_metrics(rollouts, on_unknown=on_unknown),
         **_reward_metrics(rollouts, penalty=penalty, on_unknown=on_unknown),
     }
 
@@ -79,9 +84,6 @@ def _judgement_metrics(extras: Sequence[Extras]) -> dict[str, float]:
         **{f"fapo/unknown/{reason}": float(count) for reason, count in reasons.items()},
         "fapo/from_memory": sum(extra["from_memory"] for extra in judged),
         "fapo/judge_tokens": sum(extra["judge_tokens"] for extra in judged),
-        # From the end of the last rollout on, only judgements are waited for.
-        "fapo/wait_seconds": max(extra["scored_at"] for extra in extras)
-        - max(extra["generated_at"] for extra in extras),
     }
     if asked:
         metrics["fapo/judge_seconds/p50"], metrics["fapo/judge_seconds/p99"] = np.percentile(asked, [50, 99]).tolist()
@@ -90,12 +92,19 @@ def _judgement_metrics(extras: Sequence[Extras]) -> dict[str, float]:
     return metrics | _flawed_rate("fapo/flawed_rate", judged)
 
 
-def _group_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+def wait_seconds(rollouts: Sequence[ScoredRollout]) -> float:
+    """From the end of a batch's last rollout to its last reward: then only judgements are waited for."""
+    extras = [rollout.extras for rollout in rollouts]
+    ends = (max((extra[name] for extra in extras), default=0.0) for name in ("scored_at", "generated_at"))
+    return next(ends) - next(ends)
+
+
+def _group_metrics(rollouts: Sequence[ScoredRollout], *, on_unknown: str) -> dict[str, float]:
     buckets: dict[float, list[Extras]] = defaultdict(list)
     for group in _groups(rollouts):
         accuracy = _mean(rollout.extras["acc"] for rollout in group)
         buckets[next(end for end in GROUP_ACCURACIES if accuracy <= end)] += [rollout.extras for rollout in group]
-    metrics = {"fapo/groups_without_variance": _groups_without_variance(rollouts)}
+    metrics = {"fapo/groups_without_variance": _groups_without_variance(rollouts, on_unknown=on_unknown)}
     for end, extras in sorted(buckets.items()):
         metrics |= _flawed_rate(f"fapo/flawed_rate/group_accuracy_to_{end:g}", extras)
     return metrics
@@ -108,17 +117,24 @@ def _groups(rollouts: Iterable[ScoredRollout]) -> list[list[ScoredRollout]]:
     return [*groups.values()]
 
 
-def _groups_without_variance(rollouts: Iterable[ScoredRollout]) -> float:
-    rewards = [[rollout.reward for rollout in group] for group in _groups(rollouts)]
-    return _mean(max(group) - min(group) < SAME_REWARD for group in rewards)
+def _groups_without_variance(rollouts: Iterable[ScoredRollout], *, on_unknown: str = "keep") -> float:
+    rewards = [[r.reward for r in group if not _is_left_out(r, on_unknown)] for group in _groups(rollouts)]
+    return _mean(not group or max(group) - min(group) < SAME_REWARD for group in rewards)
+
+
+def _is_left_out(rollout: ScoredRollout, on_unknown: str) -> bool:
+    return on_unknown == "neutral" and bool(rollout.extras["unknown"])
 
 
 def _reward_metrics(rollouts: Iterable[ScoredRollout], *, penalty: float, on_unknown: str) -> dict[str, float]:
-    rollouts = [r for r in rollouts if not (on_unknown == "neutral" and r.extras["unknown"])]
+    rollouts = [r for r in rollouts if not _is_left_out(r, on_unknown)]
     if not rollouts:
         return {}
     right = sum(bool(r.extras["acc"]) for r in rollouts)
-    flawed = sum(bool(r.extras["flawed"] or (r.extras["unknown"] and on_unknown == "penalise")) for r in rollouts)
+    flawed = sum(
+        bool(r.extras["acc"] and (r.extras["flawed"] or (r.extras["unknown"] and on_unknown == "penalise")))
+        for r in rollouts
+    )
     shares = Shares.from_counts(fully_correct=right - flawed, wrong=len(rollouts) - right, flawed=flawed)
     rewards = np.array([r.reward for r in rollouts])
     metrics = {
@@ -233,7 +249,8 @@ class JudgeHealth:
         if rate > self._max_unknown_rate:
             problem = (
                 f"{rate:.0%} of the last {judged:.0f} judgements gave no verdict, more than "
-                f"fapo.judge.max_unknown_rate={self._max_unknown_rate:g}; 'reason' in the run folder's records says why"
+                f"fapo.judge.max_unknown_rate={self._max_unknown_rate:g}; 'reason' in the run folder's records, or the "
+                "log, says why"
             )
             if self._action == "stop":
                 raise JudgeError(problem)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,9 +15,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 
+from verl_fapo.critique import UnknownReason
 from verl_fapo.errors import JudgeError, StalledError
 from verl_fapo.genrm import GenRMGroup
 from verl_fapo.metrics import (
+    Extras,
     JudgeHealth,
     ScoredRollout,
     by_data_source,
@@ -24,6 +27,7 @@ from verl_fapo.metrics import (
     fapo_validation,
     genrm_metrics,
     judge_quality,
+    wait_seconds,
 )
 from verl_fapo.neutral import leave_out
 from verl_fapo.rollout import VALIDATION_KEY
@@ -53,6 +57,8 @@ class FAPOTrainer:
             stall_seconds=settings.stall_seconds,
         )
         self._step_rollouts: list[ScoredRollout] = []
+        self._step_wait_seconds = 0.0
+        self._on_unknown = settings.judge.on_unknown if settings.penalty else "keep"  # penalty 0 only logs
         self._trains_judge = config.reward.reward_manager.name == "fapo_genrm"
         self._training = False
         with open_dict(config):
@@ -60,6 +66,8 @@ class FAPOTrainer:
             config.trainer.v1.trainer_mode = self.twin
             # The reward workers may run in another working directory.
             config.fapo.run_dir = str(self.run_folder.root)
+            if path := settings.memory.path:
+                config.fapo.memory.path = str(Path(path).expanduser().absolute())
         with self._failure_noted():
             super().__init__(config)
 
@@ -131,18 +139,22 @@ class FAPOTrainer:
         # Before the update: a step that a broken judge scored is not learned from.
         rollouts = scored_rollouts(batch)
         self._step_rollouts += rollouts
-        if self.settings.genrm.placement != "none":
-            self._check_judge(rollouts)
+        if self._trains_judge:  # it may be invalid as often as it likes, its rows may not
+            errors = (rollout.extras["reason"] == UnknownReason.ERROR for rollout in rollouts)
+            self._check_judge({"judged": 1.0, "unknown": float(error)} for error in errors)
+        else:
+            self._step_wait_seconds += wait_seconds(rollouts)
+            self._check_judge(rollout.extras for rollout in rollouts)
         batch = super()._compute_advantage(batch, metrics)
-        if self.settings.judge.on_unknown == "neutral" and not self._trains_judge:
+        if self._on_unknown == "neutral":
             unknown = {rollout.id for rollout in rollouts if rollout.extras["unknown"]}
             leave_out(batch, unknown, self.config)
         self._record(self.run_folder.log_advantages, advantages_by_id(batch))
         return batch
 
-    def _check_judge(self, rollouts: Iterable[ScoredRollout]) -> None:
+    def _check_judge(self, extras: Iterable[Extras]) -> None:
         try:
-            self.judge_health.check(rollout.extras for rollout in rollouts)
+            self.judge_health.check(extras)
         except JudgeError as exc:
             dead = "".join(f"; the GenRM replica at {server} is dead" for server in self._dead_judges())
             raise JudgeError(f"{exc}{dead}") from exc
@@ -150,13 +162,14 @@ class FAPOTrainer:
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, global_steps: int, epoch: int):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         metrics.update(self._fapo_metrics(self._step_rollouts))
-        self._step_rollouts = []
+        self._step_rollouts, self._step_wait_seconds = [], 0.0
         self._record(self.run_folder.log_metrics, metrics)
 
     def _fapo_metrics(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
         if self._trains_judge:
             return genrm_metrics(rollouts)
-        return fapo_metrics(rollouts, penalty=self.settings.penalty, on_unknown=self.settings.judge.on_unknown)
+        metrics = fapo_metrics(rollouts, penalty=self.settings.penalty, on_unknown=self._on_unknown)
+        return metrics | {"fapo/wait_seconds": self._step_wait_seconds}
 
     def _record(self, log: Callable[[int, dict[str, float]], None], values: dict[str, float]) -> None:
         try:
@@ -192,14 +205,19 @@ class FAPOTrainer:
 
 
 def scored_rollouts(batch: KVBatchMeta) -> list[ScoredRollout]:
-    """The rollouts of a batch, without veRL's padding."""
+    """The rollouts of a batch that our manager scored, without veRL's padding.
+
+    One whose agent loop made several sequences counts once, by its last; one with a reward of its own does not.
+    """
     keys = real_keys(batch)
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields", "rm_scores"])
     rewards = data["rm_scores"].sum(dim=1).tolist()
-    return [
-        ScoredRollout(key=key, reward=reward, extras=fields["reward_extra_info"])
+    scored = [
+        ScoredRollout(key=key, reward=reward, extras=extras)
         for key, reward, fields in zip(keys, rewards, data["extra_fields"], strict=True)
+        if "judged" in (extras := fields.get("reward_extra_info") or {})
     ]
+    return [*{rollout.id: rollout for rollout in sorted(scored, key=lambda rollout: rollout.index)}.values()]
 
 
 def advantages_by_id(batch: KVBatchMeta) -> dict[str, float]:

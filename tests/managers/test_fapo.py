@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from pathlib import Path
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -167,12 +170,15 @@ async def test_baseline_asks_nobody_and_has_the_same_extras(make_manager, tokeni
 
 
 @pytest.mark.parametrize(("solution", "reward"), [(RIGHT, 0.0), (WRONG, -1.0)])
-async def test_long_response_loses_on_top_of_the_rest(make_manager, tokenizer, solution, reward):
+async def test_long_response_loses_on_top_of_the_rest(make_manager, tokenizer, tmp_path, solution, reward):
     length = len(tokenizer(solution)["input_ids"])
     limits = [f"data.max_response_length={length + 1}", "fapo.overlong.buffer=4", "fapo.overlong.factor=2"]
     manager = make_manager(*limits, judge=FakeJudge(Verdict(index=0)))
     result = await manager.run_single(batch(tokenizer, solution))
     assert result["reward_score"] == pytest.approx(reward - 2 * 3 / 4), "3 of 4 tokens into the buffer"
+    (part,) = (tmp_path / "parts").iterdir()
+    (record,) = read_lines(part)
+    assert (record["reward"], record["reward_for_length"]) == (result["reward_score"], -2 * 3 / 4)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +200,24 @@ async def test_judgements_are_kept(tmp_path, monkeypatch, memory, place):
     else:
         client._memory.put("key", Verdict(index=1), "because")
         assert (tmp_path / place).is_file()
+
+
+def test_judge_and_its_memory_are_as_set(monkeypatch):
+    from verl_fapo.managers import fapo
+
+    memory, client = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(fapo, "VerdictMemory", memory)
+    monkeypatch.setattr(fapo, "JudgeClient", client)
+    settings = parse_settings(
+        {
+            "judge": {"model": "m"},
+            "genrm": {"placement": "external", "endpoints": ["http://h:1"]},
+            "memory": {"path": "shared.sqlite", "max_entries": 5, "checkpoint": "step 40"},
+        }
+    )
+    assert fapo.judge_client(settings) is client.return_value
+    memory.assert_called_once_with(Path("shared.sqlite"), max_entries=5)
+    client.assert_called_once_with(settings.judge, "http://h:1", memory=memory.return_value, checkpoint="step 40")
 
 
 async def test_row_without_a_question_is_judged_by_its_prompt(manager, tokenizer):

@@ -114,12 +114,15 @@ async def test_critique_that_is_cut_off_has_no_verdict(make_manager, tokenizer, 
     assert result["reward_score"] == (-1.0 if reason else 1.0)
 
 
-async def test_long_critique_loses_on_top_of_the_rest(make_manager, tokenizer):
+async def test_long_critique_loses_on_top_of_the_rest(make_manager, tokenizer, tmp_path):
     text = "\\boxed{1}" + tokenizer.eos_token
     length = len(tokenizer(text)["input_ids"])
     manager = make_manager(f"data.max_response_length={length}", "fapo.overlong.buffer=4", "fapo.overlong.factor=0.5")
     result = await manager.run_single(critique(tokenizer, text, 2))
     assert result["reward_score"] == pytest.approx(0.75 - 0.5)
+    (part,) = (tmp_path / "parts").iterdir()
+    (record,) = read_lines(part)
+    assert (record["reward"], record["reward_for_length"]) == (result["reward_score"], -0.5)
 
 
 @pytest.mark.parametrize(

@@ -74,21 +74,19 @@ class FAPORewardManager(RewardManagerBase):
         judgement = None
         if self._judge and verification.correct and (self._settings.judge.validation or not rollout.validation):
             judgement = await self._judge_rollout(rollout)
-        reward = self._reward(rollout, verification.correct, judgement)
-        try:
-            await asyncio.to_thread(self._log.write, record(rollout, verification, judgement, reward))
-        except OSError:  # a full disk is no reason for another reward
-            logger.exception("verl_fapo could not record rollout %s", rollout.id)
-        return reward, verification.correct, judgement
-
-    def _reward(self, rollout: Rollout, correct: bool, judgement: Judgement | None) -> float:
-        reward = fapo_reward(
-            correct,
+        length = overlong(self._settings.overlong, rollout.num_tokens, max_response=self._max_response)
+        reward = length + fapo_reward(
+            verification.correct,
             judgement.verdict if judgement else None,
             penalty=self._settings.penalty,
             on_unknown=self._settings.judge.on_unknown,
         )
-        return reward + overlong(self._settings.overlong, rollout.num_tokens, max_response=self._max_response)
+        line = record(rollout, verification, judgement) | {"reward": reward, "reward_for_length": length}
+        try:
+            await asyncio.to_thread(self._log.write, line)
+        except OSError:  # a full disk is no reason for another reward
+            logger.exception("verl_fapo could not record rollout %s", rollout.id)
+        return reward, verification.correct, judgement
 
     async def _judge_rollout(self, rollout: Rollout) -> Judgement:
         try:
@@ -130,8 +128,8 @@ def extras(correct: bool, judgement: Judgement | None, *, generated_at: float) -
     }
 
 
-def record(rollout: Rollout, verification: Verification, judgement: Judgement | None, reward: float) -> dict[str, Any]:
-    """The rollout's line in the run folder."""
+def record(rollout: Rollout, verification: Verification, judgement: Judgement | None) -> dict[str, Any]:
+    """The rollout's line in the run folder, but for its reward."""
     judged, judgement = judgement is not None, judgement or NOT_JUDGED
     verdict = judgement.verdict
     readable = judged and verdict.reason is not UnknownReason.ERROR
@@ -152,5 +150,4 @@ def record(rollout: Rollout, verification: Verification, judgement: Judgement | 
         "reason": verdict.reason.value if verdict.reason else None,
         "judge_seconds": round(judgement.seconds, 3),
         "from_memory": judgement.from_memory,
-        "reward": reward,
     }

@@ -77,10 +77,10 @@ class FAPOGenRMRewardManager(RewardManagerBase):
         verdict = Verdict(reason=UnknownReason.TRUNCATED)
         if not self._is_cut_off(item, rollout):
             verdict = parse_verdict(rollout.solution, num_paragraphs=lesson.num_paragraphs)
-        reward = genrm_reward(verdict, lesson.true_index, num_paragraphs=lesson.num_paragraphs)
-        reward += overlong(self._overlong, rollout.num_tokens, max_response=self._max_response)
+        length = overlong(self._overlong, rollout.num_tokens, max_response=self._max_response)
+        reward = length + genrm_reward(verdict, lesson.true_index, num_paragraphs=lesson.num_paragraphs)
         try:
-            self._log.write(record(rollout, lesson, verdict, reward))
+            self._log.write(record(rollout, lesson, verdict) | {"reward": reward, "reward_for_length": length})
         except OSError:  # a full disk is no reason for another reward
             logger.exception("verl_fapo could not record critique %s", rollout.id)
         return {"reward_score": reward, "reward_extra_info": extras(verdict, lesson.true_index)}
@@ -125,8 +125,8 @@ def extras(verdict: Verdict, true_index: int) -> dict[str, float | str]:
     }
 
 
-def record(rollout: Rollout, lesson: Lesson, verdict: Verdict, reward: float) -> dict[str, Any]:
-    """The critique's line in the run folder."""
+def record(rollout: Rollout, lesson: Lesson, verdict: Verdict) -> dict[str, Any]:
+    """The critique's line in the run folder, but for its reward."""
     return {
         "id": rollout.id,
         "step": rollout.step,
@@ -144,5 +144,4 @@ def record(rollout: Rollout, lesson: Lesson, verdict: Verdict, reward: float) ->
         "reason": verdict.reason.value if verdict.reason else None,
         "judge_seconds": 0.0,
         "from_memory": False,
-        "reward": reward,
     }
