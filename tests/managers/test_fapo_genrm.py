@@ -57,6 +57,7 @@ CASES = [
     pytest.param("\\boxed{4}", 3, -1.0, (0, 0, 1, 0), id="no such paragraph"),
     pytest.param("hm", -1, -1.0, (0, 0, 1, 0), id="no verdict"),
     pytest.param("", -1, -1.0, (0, 0, 1, 0), id="empty"),
+    pytest.param("\\boxed{2}", 2.0, 1.0, (1, 1, 0, 0), id="label as a whole double"),
     pytest.param("\\boxed{2}", "2", 1.0, (1, 1, 0, 0), id="label as text"),
 ]
 
@@ -74,7 +75,7 @@ async def test_critique_is_scored_by_its_verdict_and_recorded(
     (part,) = (tmp_path / "parts").iterdir()
     (record,) = read_lines(part)
     assert (record["id"], record["critique"], record["reward"]) == ("abc_3", text, reward)
-    assert (record["correct"], record["ground_truth"]) == (bool(flags[0]), str(label))
+    assert (record["correct"], record["ground_truth"]) == (bool(flags[0]), str(int(label)))
     predicted = None if flags[2] else int(text[7:-1])
     verdict = "unknown" if flags[2] else "flawed" if flags[1] else "clean"
     assert (record["verdict"], record["index"]) == (verdict, predicted)

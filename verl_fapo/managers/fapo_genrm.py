@@ -99,10 +99,13 @@ def read_lesson(rollout: Rollout) -> Lesson:
     extra_info = rollout.row.get("extra_info")
     paragraphs = tuple(tagged_paragraphs(prompt_text(rollout.row)))
     total = extra_info.get("total_steps") if isinstance(extra_info, Mapping) else None
+    label = float(rollout.ground_truth)  # parquet makes doubles of a column of integers with a gap
+    if not label.is_integer():
+        raise ValueError(f"ground_truth is {rollout.ground_truth}, expected the index of a paragraph, or -1")
     return Lesson(
         paragraphs=paragraphs,
         num_paragraphs=len(paragraphs) if total is None else int(total),
-        true_index=int(rollout.ground_truth),
+        true_index=int(label),
     )
 
 
